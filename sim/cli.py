@@ -320,12 +320,13 @@ def schema() -> None:
 
 @cli.command("list", cls=JsonCommand, short_help="Print a catalogue, or every field of a scenario.", epilog=examples(
     "drystep list models", "drystep list topologies h100 infiniband", "drystep list fields"))
-@click.argument("what", type=click.Choice(["gpus", "topologies", "models", "software", "precisions", "fields"]))
+@click.argument("what", type=click.Choice(["gpus", "topologies", "models", "software", "precisions", "fields",
+                                       "result"]))
 @click.argument("words", nargs=-1)
 @json_option("the catalogue")
 def list_(what: str, words: tuple[str, ...], json_to: str | None) -> None:
-    """Print a catalogue: gpus, topologies, models, software, precisions; or fields, what a scenario may say. With WORDS
-    only the rows that have them all."""
+    """Print a catalogue: gpus, topologies, models, software, precisions; fields, what a scenario may say; result, what
+    --json writes. With WORDS only the rows that have them all."""
     from sim.report.catalogue import rows
 
     writable("--json", json_to)

@@ -71,7 +71,8 @@ def source_of(file_name: str) -> str:
 
 
 def reported_s(gpu: Gpu, method: Timing, kernels: Sequence[Kernel], operators: Sequence[str],
-               figures: Mapping[str, Any] | None = None) -> NDArray[np.float64]:
+               figures: Mapping[str, Any] | None = None,
+               beside: Sequence[Kernel | None] = ()) -> NDArray[np.float64]:
     """Seconds a benchmark would report for each kernel.
 
     Args:
@@ -80,9 +81,13 @@ def reported_s(gpu: Gpu, method: Timing, kernels: Sequence[Kernel], operators: S
         kernels: what it timed.
         operators: each as the host calls it (`add`, `ln`; of a product table, the first word of `source` before "-").
         figures: kernel figures to use in place of the GPU's (nested as in `kernels.yaml`).
+        beside: what each row timed after its kernel, None for nothing; () = none did.
     """
     changes = merged(merged(gpu.kernel_figures, figures or {}), method.figures)
-    gpu_s = Device(replace(gpu, kernel_figures=changes), sustained=False, gap_s=method.gap_s).times(kernels)
+    device = Device(replace(gpu, kernel_figures=changes), sustained=False, gap_s=method.gap_s)
+    gpu_s = device.times(kernels)
+    for row, kernel in enumerate(beside):
+        gpu_s[row] += 0.0 if kernel is None else device.times([kernel])[0]
     names = np.array(operators)
     read = np.empty_like(gpu_s)
     for name in set(operators):

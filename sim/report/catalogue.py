@@ -16,20 +16,26 @@ def rows(what: str, words: Sequence[str] = ()) -> list[Row]:
     """The rows of a catalogue; every row of one has the same keys.
 
     Args:
-        what: gpus, topologies, models, software, precisions or fields.
+        what: gpus, topologies, models, software, precisions, fields or result.
         words: each must be in a row's cells, whatever its hyphens and capitals.
 
     Raises:
         UserError: no row has them all.
     """
     every = {"gpus": gpus, "topologies": topologies, "models": models, "software": software,
-             "precisions": precisions, "fields": field_rows}[what]()
+             "precisions": precisions, "fields": field_rows, "result": result_rows}[what]()
     found = [row for row in every if all(any(bare(word) in bare(str(cell)) for cell in row.values()) for word in words)]
     if not found:
         named = [str(next(iter(row.values()))) for row in every]
         hint = nearest(words[0], named) if len(words) == 1 else ""
         raise UserError(Fault(f"no row of {what} has {' and '.join(repr(word[:80]) for word in words)}", hint=hint))
     return found
+
+
+def result_rows() -> list[Row]:
+    """Every field of the JSON of a run: its unit, which runs have it, its meaning."""
+    return [{name: row.get(name, "") for name in ("field", "unit", "where", "meaning")}
+            for row in table("report/result_fields.yaml")["fields"]]
 
 
 def gpus() -> list[Row]:

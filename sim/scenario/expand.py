@@ -40,7 +40,8 @@ def expand(document: Document, faults: list[Fault]) -> dict[str, Any]:
         data["cluster"] = cluster = dict(cluster)
         _topology(cluster, document, faults)
     if isinstance(model, dict):
-        data["model"] = model = _table(_model(model, document, faults), document, faults)
+        known = _undone(_model(model, document, faults), document.data["model"])
+        data["model"] = model = _table(known, document, faults)
         training = data.get("training")
         if model.get("kind") == "layers" and isinstance(training, dict):  # a table counts samples, not tokens
             data["training"] = {"sequence": 1, **training}
@@ -90,6 +91,10 @@ def _table(model: dict[str, Any], document: Document, faults: list[Fault]) -> di
     return {**model, "table": str(path.resolve()), "layers": len(rows)}
 
 
+#: Fields without which there is no model: null leaves them out as anywhere.
+_SIZES = ("kind", "layers", "hidden", "heads", "vocab")
+
+
 def _over(known: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
     """A known architecture with the user's fields put over it; inside `moe` and `mla` field by field."""
     nested = {
@@ -97,7 +102,13 @@ def _over(known: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
         for name in ("moe", "mla")
         if isinstance(known.get(name), dict) and isinstance(written.get(name), dict)
     }
-    return {**known, **written, **nested}
+    return {**known, **{name: value for name, value in written.items() if value is not None}, **nested}
+
+
+def _undone(known: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
+    """An architecture without the fields that are written as null: what a preset or config says of them is undone, but
+    for sizes that every model has."""
+    return {name: value for name, value in known.items() if name in _SIZES or written.get(name, value) is not None}
 
 
 def _told(path: str, error: UserError, document: Document) -> list[Fault]:

@@ -112,9 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.readme.is_file():
         texts[given.readme] = readme_with(given.readme.read_text(encoding="utf-8"), validation)
     if not given.files:
-        # no collected case is inference, so requests that are only recalled stand for it
+        # no collected case is inference, so requests outside the collection stand for it
         asked = recalled.requests(given.workers).records
-        texts[record.PATH] = record.text(record.rows(validation.records) + record.rows(asked, recalled.MARK))
+        own, told = ([one for one in asked if recalled.copied(one) == copied] for copied in (True, False))
+        texts[record.PATH] = record.text(record.rows([*validation.records, *own]) + record.rows(told, recalled.MARK))
     stale = [path for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     drawn = not pictures.points(validation.records) or pictures.current(given.out, validation.records)
     if given.check:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sim.report.terminal.run import LONGER
-from sim.validation import runs
+from sim.validation import recalled, runs
 from sim.validation.recalled import markdown, requests, steps
 
 pytestmark = pytest.mark.whole
@@ -51,6 +51,8 @@ def test_requests_of_inference_are_predicted_and_agree_with_what_is_printed_besi
     for name, weights, printed in (("7b", 13.32e9, 1397e9), ("70b-2gpu", 139e9 / 2, 1482e9)):  # gpt-fast's bandwidths
         assert 200 * weights / measured[f"gptfast-{name}"] == pytest.approx(printed, rel=0.01)
     text = markdown(found, "head")
+    copied = {one["file"] for one in found.records if recalled.copied(one)}
+    assert copied == {"inferencemax.yaml"}
     assert "| memory |" not in text and text.index("falcon-180b-128-2048") < text.index("gptfast-7b |")
 
 

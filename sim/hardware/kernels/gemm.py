@@ -71,8 +71,12 @@ def alignment_bytes(kernel: Kernel) -> int:
     """Largest power of two, up to 16 bytes, that divides the contiguous dimension of both inputs and of the output.
 
     Row-major tensors of a linear layer: forward (tn) x[m, k], w[n, k]; data gradient (nn) dy[m, k], w[k, n]; weight
-    gradient (nt) dy[k, m], x[k, n]; the output is [m, n]. 16 bytes is what tensor-core loads need.
+    gradient (nt) dy[k, m], x[k, n]; the output is [m, n]. 16 bytes is what tensor-core loads need. Kernels in 8 bits
+    and fewer take nothing else, so frameworks pad what they hand them (torch._scaled_mm: sizes divisible by 16;
+    TransformerEngine, vLLM's and TensorRT-LLM's experts likewise; recalled).
     """
+    if DTYPE_BYTES[kernel.dtype] <= 1:
+        return 16
     _, m, n, k = kernel.shape
     contiguous = (m, n) if kernel.variant == "nt" else (k, n)
     return math.gcd(16, *(int(size * DTYPE_BYTES[kernel.dtype]) for size in contiguous))

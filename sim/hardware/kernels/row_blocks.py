@@ -8,6 +8,8 @@ next wave. Where a thread loads one element of 2 bytes at a time, memory is neve
 
 Sources: `vectorized_layer_norm_kernel` and `cunn_SoftMaxForward` (PyTorch 2.1, layer_norm_kernel.cu, SoftMax.cu);
 `rms_norm_kernel`, `act_and_mul_kernel`, `rotary_embedding_kernel` (vLLM 0.2, csrc), whose loops move single elements.
+Inductor's reductions: torch 2.13.0 _inductor/runtime/triton_heuristics.py (_reduction_configs: 2,048 elements a round;
+triton_config_reduction: 16 warps), choices.py (should_use_persistent_reduction: rows beyond 1,024 are looped over).
 Threads, elements and passes are as they stand in them (from memory); instructions per element and the exponents of
 `_OVERLAP` were chosen once for all GPUs by scans over the tables of vidur (A100, H100: a block's time when it shares
 its SM or not) and neusight. `fit_kernels` does not fit them again, so no row of those tables is left out for them.
@@ -57,6 +59,8 @@ _SOFTMAX_INSTRUCTIONS = 27.0
 #: of 2560 columns jump at 12 x 108 rows (A100) and 12 x 132 (H100).
 _BLOCKS = {
     "norm": Block(128, 4, 2, 18, 1536),
+    # torch.compile's: loops over parts of a row, 16 warps of 4 elements, once for the sum and once more
+    "norm_looped": Block(512, 4, 2, 18),
     "norm_scalar": Block(1024, 1, 2, 22),
     "gated_scalar": Block(1024, 1, 1, 16),
     "rotary_scalar": Block(512, 2, 1, 26, parts=(0.5, 0.5)),  # queries, then keys

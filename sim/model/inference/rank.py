@@ -91,13 +91,15 @@ class Rank:
         for number, op in enumerate(layer.operators):
             if op.name == "loss":
                 continue
+            products = 0
             # side by side, attention and MLP are summed up together
             if cut and op.name.startswith(adds) and (number == last_add or not style.parallel_block):
                 yield op, Sum("all_reduce", style.tokens * style.hidden, style.act)
             for kernel in self._operator(layer, op, attended > 0):
-                for stored in (stored_product(style, self.weights, kernel, op.name) if layer.kind == "block" else
-                               (kernel,)):
+                for stored in (stored_product(style, self.weights, kernel, op.name, products) if layer.kind == "block"
+                               else (kernel,)):
                     yield op, stored
+                products += kernel.op == "gemm"
             attended += op.core
         last = layer.operators[-1]
         if cut and layer.kind in ("embedding", "bridge"):
@@ -129,7 +131,12 @@ class Rank:
             queries = self.keys(layer) if self.style.stack.relative_bias_anew else self.style.sequence
             yield from table_operator(replace(self.style, sequence=queries, memory=self.keys(layer)), "").forward
         else:
-            yield from op.forward
+            yield from (kernel for kernel in op.forward if not self._read_grouped(kernel))
+
+    def _read_grouped(self, kernel: Kernel) -> bool:
+        """Whether a copy of keys and values for every query head is none: the kernel that reads the cache reads groups
+        as they are."""
+        return kernel.variant == "expand_kv" and self.cached > 0 and self.style.stack.compile
 
     @property
     def _cached(self) -> float:
@@ -142,8 +149,7 @@ class Rank:
         return bool(self.weights.cache) and not (self.weights.fused and uses_flash(self.style))
 
     def _cache_update(self, rows: int, anew: int = 0) -> Iterator[Kernel]:
-        """`rows` new tokens written to a block's cache: keys and values in a kernel each, but that a compiler has the
-        kernel that rotates keys write them (Inductor fuses an index_put with what makes its values).
+        """`rows` new tokens written to a block's cache.
 
         Args:
             anew: tokens per sequence of a cache that is read and written whole, 0 = in place.
@@ -156,8 +162,8 @@ class Rank:
             source = self._cached
         if anew:
             new, source = style.batch * anew * cache_width(style), self._cached
-        fused = style.stack.compile and style.positions == "rotary" and not (anew or weights.cache)
-        yield elementwise("cache_update", new, source + self._cached, style.act, 1 if fused else 2, "attention")
+        # compiled, the keys' part rides in what rotates them
+        yield elementwise("cache_update", new, source + self._cached, style.act, 2 - style.stack.compile, "attention")
 
     def _core(self, keys: int, own: bool = False) -> Iterator[Kernel]:
         """One query per sequence and head over the cache, which is read once.

@@ -92,11 +92,11 @@ def parameter_bytes(style: Style, weights: Weights, parameter: Parameter | Froze
     return parameter.numel * width(style.weight)
 
 
-def stored_product(style: Style, weights: Weights, kernel: Kernel, operator: str) -> Iterator[Kernel]:
+def stored_product(style: Style, weights: Weights, kernel: Kernel, operator: str, number: int) -> Iterator[Kernel]:
     """A block's product with the weights as stored, and the kernels around it; other kernels as they are.
 
     Args:
-        operator: whose kernel it is.
+        operator: whose kernel it is; number: products of it in front of this one, which read the same input.
     """
     dtype, act, e = weights.dtype, style.act, width(style.act)
     if kernel.op != "gemm" or kernel.category != "gemm":
@@ -115,7 +115,7 @@ def stored_product(style: Style, weights: Weights, kernel: Kernel, operator: str
     read = kernel.bytes / product(batch, m, n, k, "tn", act, act).bytes
     in_product = replace(kernel, bytes=kernel.bytes - read * (batch * n * k * e - stored), kernel="expanding")
     if weights.multiplied:
-        yield cast("quantise", batch * m * k, act, dtype)
+        yield from _quantised(style, batch * m * k, dtype, operator, number)
         narrow = product(batch, m, n, k, "tn", dtype, dtype, act)
         yield replace(narrow, bytes=narrow.bytes - batch * n * k * width(dtype) + stored, flops=kernel.flops,
                       launches=kernel.launches)
@@ -129,3 +129,16 @@ def stored_product(style: Style, weights: Weights, kernel: Kernel, operator: str
     else:
         yield elementwise("dequantise", batch * n * k, stored / (batch * n * k) + e, act, kernel.launches)
         yield kernel
+
+
+def _quantised(style: Style, elements: int, dtype: str, operator: str, number: int) -> Iterator[Kernel]:
+    """A product's input in `dtype`. Compiled, products of one input share it, and it rides in the norm or activation in
+    front of it; behind attention it has a kernel of its own.
+
+    Source: torch 2.6.0 _functorch/partitioners.py (fx_graph_cse); vLLM 0.6.3 compilation/fusion.py
+    (rms_norm_static_fp8_quant), TensorRT-LLM's fused norms likewise (recalled).
+    """
+    if not style.stack.compile or (operator == "projection" and not number):
+        yield cast("quantise", elements, style.act, dtype)
+    elif not number:
+        yield elementwise("quantise", elements, width(dtype), dtype, 0)

@@ -46,7 +46,7 @@ def norm_operator(
                          "memory_bound")
         kernel = "persistent" if _persistent(style, cols) else ""
         passes = _PERSISTENT_BACKWARD_PASSES if kernel else _BACKWARD_PASSES
-        forward = replace(forward, kernel=kernel)
+        forward = replace(forward, kernel=kernel or "norm_looped" * style.stack.compile)
         backward = Kernel("norm", style.residual, (rows, cols), "backward", 0.0, passes * per_pass, "memory_bound",
                           launches=2, kernel=kernel)
         statistics = ("mean", "rstd") if layer_norm else ("rstd",)

@@ -27,6 +27,7 @@ import numpy as np
 from sim.hardware.outside import Outside
 from sim.model.architecture import Architecture, Layer, Operator
 from sim.model.inference.kinds import rank_of
+from sim.model.inference.mixed import mixed_rank
 from sim.model.inference.rank import Items, Rank, Sum
 from sim.model.inference.weights import NARROW, Weights
 from sim.model.scenario_style import style_of
@@ -35,6 +36,7 @@ from sim.parallel.beside import beside as beside_tensors
 from sim.parallel.beside import residents
 from sim.parallel.layout import Layout, Ranks, simulated_ranks
 from sim.parallel.pipeline.stages import positions, split_of
+from sim.parallel.serving.flow import Life, life_of
 from sim.parallel.serving.held import RECEIVE, SEND, held_of, serving_groups
 from sim.parallel.step import COMPUTE
 from sim.program import CollectiveCall, Communicator, InlineCall, Job, Label, RankClass, SectionBuilder
@@ -61,8 +63,8 @@ class Serving:
 
     Attributes:
         architecture: of a tensor slice and the prompts of one replica.
-        pieces: of the generation, the prompt's own token apart; the job's programs have a section for the prompt and
-            then one for each piece.
+        pieces: of the generation, the prompt's own token apart.
+        ends: number of the section that ends with the first token, and of the last one of each piece.
         cache_bytes: of the fullest rank at the end of the generation.
         crossing_bytes: what of it is of an encoder's output.
         outside: what a rank's GPU holds beside tensors.
@@ -72,6 +74,7 @@ class Serving:
     job: Job
     architecture: Architecture
     pieces: tuple[Piece, ...]
+    ends: tuple[int, ...]
     cache_bytes: int
     crossing_bytes: int
     outside: Outside
@@ -96,6 +99,12 @@ def pieces_of(prompt: int, generate: int) -> tuple[Piece, ...]:
                  for begin, end in pairwise(cuts))
 
 
+def mean_piece(run: InferenceRun) -> tuple[Piece, ...]:
+    """The same under continuous batching, where the answers beside it are of all lengths: one piece at the mean."""
+    steps = run.generate - 1
+    return (Piece(steps, run.prompt + steps // 2),) if steps else ()
+
+
 def parts_of(batch: int, depth: int) -> list[int]:
     """Sequences of each part of a batch that is on its way by itself through so many pipeline stages."""
     count = min(depth, batch)
@@ -116,16 +125,20 @@ def lower_inference(scenario: Scenario, stack: Stack) -> Serving:
     sizes = {"tensor": parallel.tensor, "context": parallel.context, "data": scenario.data_parallel, "pipeline": depth}
     layout = Layout(sizes, tuple(d for d in parallel.order if d in sizes))
     own_slice, weights, architecture, own = cut_of(scenario, stack)
-    pieces = pieces_of(first_tokens(run, scenario), run.generate)
+    life = life_of(run) if run.batching == "continuous" else None
+    pieces = pieces_of(first_tokens(run, scenario), run.generate) if life is None else mean_piece(run)
     groups = serving_groups(scenario, layout)
     stages = [_Stage(scenario, stack, own_slice, weights, stage, mine, architecture, layout, groups)
               for stage, mine in enumerate(own)]
     for stage in stages:
-        stage.write(pieces)
+        stage.write(pieces, life)
     beside = beside_tensors(scenario, stack, layout, groups, 2 * (depth > 1), [stage.builder for stage in stages])
     for stage in stages:
         stage.builder.resident += residents(beside)
-    return Serving(_job(stages, layout, groups), architecture, pieces, max(stage.cache_bytes for stage in stages),
+    job = _job(stages, layout, groups)
+    sections = max(len(program.sections) for program in job.programs)
+    ends = (tuple(range(len(pieces))) if life is None else (len(life.opening) - 1,) * bool(pieces)) + (sections - 1,)
+    return Serving(job, architecture, pieces, ends, max(stage.cache_bytes for stage in stages),
                    max(stage.crossing_bytes for stage in stages), beside,
                    tuple(tuple(architecture.names[i] for i in mine) for mine in own))
 
@@ -182,10 +195,32 @@ class _Stage:
         self.made: list[tuple[str, int, str]] = []
         self._segments: dict[tuple[Rank, int, tuple[int, ...], tuple[Kernel, ...]], int | None] = {}
 
-    def write(self, pieces: tuple[Piece, ...]) -> None:
-        """All sections and what is held throughout."""
+    def write(self, pieces: tuple[Piece, ...], life: Life | None) -> None:
+        """All sections, under continuous batching those of one request's life, and what is held throughout."""
+        self._hold(self._rank(self.run.batch, self.first, 0))
+        if life is not None:
+            self._live(life)
+            return
+        self._section("prompt", self._parts(self.first, 0), first=True, last=not pieces, repeats=1)
+        for number, piece in enumerate(pieces):
+            ends = number == len(pieces) - 1 and (self.depth > 1 or bool(self.made))
+            name, ranks = f"token at {piece.cached} cached", self._parts(1, piece.cached)
+            self._section(name, ranks, first=False, last=False, repeats=piece.tokens - ends)
+            if ends:
+                self._section(name + ", last", ranks, first=False, last=True, repeats=1)
+
+    def _live(self, life: Life) -> None:
+        """The iterations that a request sees, its own prompt's behind those it waits for."""
+        every = (*life.opening, *life.answering)
+        for number, one in enumerate(every):
+            rank = mixed_rank(self.slice, self.weights, *one[1:])
+            name = ("prompt" if number == len(life.opening) - 1 else "waiting" if number < len(life.opening) else
+                    "tokens beside prompts" if one.prompts else "tokens")
+            self._section(name, [rank], first=True, last=number == len(every) - 1, repeats=one.times)
+
+    def _hold(self, final: Rank) -> None:
+        """What is held throughout."""
         run = self.run
-        final = self._rank(run.batch, self.first, 0)
         layers = self._layers(final)
         self.held.hold(final, layers)
         if self.depth > 1 and self.stage == self.depth - 1:
@@ -202,21 +237,13 @@ class _Stage:
             self.made += [(f"{_CACHE} {number}", size, "kv_cache") for number, size in tensors]
         else:
             self.builder.resident.append((_CACHE, self.cache_bytes, "kv_cache"))
-        self._section("prompt", self.first, 0, first=True, last=not pieces, repeats=1)
-        for number, piece in enumerate(pieces):
-            ends = number == len(pieces) - 1 and (self.depth > 1 or bool(self.made))
-            name = f"token at {piece.cached} cached"
-            self._section(name, 1, piece.cached, first=False, last=False, repeats=piece.tokens - ends)
-            if ends:
-                self._section(name + ", last", 1, piece.cached, first=False, last=True, repeats=1)
 
-    def _section(self, name: str, new: int, cached: int, *, first: bool, last: bool, repeats: int) -> None:
-        """One forward of the whole batch. `first`: no tokens are on their way back before it; `last`: its own are
-        waited for."""
+    def _section(self, name: str, ranks: list[Rank], *, first: bool, last: bool, repeats: int) -> None:
+        """One forward of every part of the batch. `first`: no tokens are on their way back before it; `last`: its own
+        are waited for."""
         if not repeats:
             return
         section = self.builder.section(name)
-        ranks = [self._rank(part, new, cached) for part in self.parts]
         layers = self._layers(ranks[0])
         encoder = 0 if ranks[0].cached else next((i + 1 for i, layer in enumerate(layers) if layer.kind == "bridge"), 0)
         if encoder:
@@ -265,6 +292,10 @@ class _Stage:
         if source == self.depth - 1:
             return style.batch * _TOKEN_BYTES, "fp64", edge
         return round(style.tokens * style.hidden * DTYPE_BYTES[style.residual]), style.residual, edge
+
+    def _parts(self, new: int, cached: int) -> list[Rank]:
+        """A forward of so many new tokens of each sequence, part by part."""
+        return [self._rank(part, new, cached) for part in self.parts]
 
     def _rank(self, batch: int, new: int, cached: int) -> Rank:
         return rank_of(self.slice, batch, new, cached, self.weights)

@@ -37,6 +37,8 @@ def _inference(scenario: Scenario, stack: Stack) -> dict[str, object]:
     tuned, compute, offload = training.finetune, training.precision.compute, parallel.offload
     elsewhere = parallel.strategy in _SHARDED or offload.parameters != "none"
     return {
+        "training.mode.inference.batching": isinstance(mode, Inference) and mode.inference.batching == "continuous"
+        and _in_flight(scenario, stack, elsewhere),
         "training.finetune": tuned is not None and tuned.method != "full" and f"inference beside {tuned.method}",
         "training.chunked_loss": training.chunked_loss and "inference with a loss",
         "training.optimizer_in_backward": training.optimizer_in_backward and "inference with an optimizer",
@@ -57,6 +59,19 @@ def _inference(scenario: Scenario, stack: Stack) -> dict[str, object]:
         "parallel.sequence_parallel": parallel.sequence_parallel and "inference with sequence parallelism",
         "parallel.virtual_stages": parallel.virtual_stages > 1 and "inference with several chunks per rank",
     }
+
+
+def _in_flight(scenario: Scenario, stack: Stack, elsewhere: bool) -> str:
+    """What continuous batching has no part for; "" where there is nothing."""
+    kind, what = scenario.model.kind, "continuous batching"
+    if kind != "decoder":
+        return f"{what} of kind {kind}"
+    if scenario.parallel.pipeline > 1:
+        return f"{what} over pipeline stages"
+    if elsewhere:
+        return f"{what} with weights that are not whole on a GPU"
+    return f"{what} by code that is neither compiled nor an engine's (software.compile, cuda_graphs: true)" if (
+        stack.kv_cache == "concatenated") else ""
 
 
 def _sharded(scenario: Scenario, stack: Stack, like_fsdp: bool) -> Iterator[Fault]:

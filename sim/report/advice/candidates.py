@@ -188,10 +188,9 @@ def _sharding(scenario: Scenario) -> Iterator[Candidate]:
         if parallel.prefetch.backward != "none":
             yield Candidate("prefetch", "no prefetch in backward", {"parallel.prefetch.backward": "none"})
     if strategy not in ("none", "ddp"):
-        nodes = scenario.cluster.nodes
         for factor in _FACTORS:
-            yield Candidate("nodes", f"{factor * nodes} nodes instead of {nodes}",
-                            {"cluster.nodes": factor * nodes, **_resharded(scenario)})
+            many, before, sets = _more_gpus(scenario, factor)
+            yield Candidate("nodes", f"{many} instead of {before}", {**sets, **_resharded(scenario)})
 
 
 def _cuts(scenario: Scenario) -> Iterator[Candidate]:
@@ -210,7 +209,7 @@ def _cuts(scenario: Scenario) -> Iterator[Candidate]:
 
 def _more_ranks(scenario: Scenario, name: str) -> Iterator[Candidate]:
     """A cut over more ranks: of the same GPUs where replicas can be given up for it, else of more nodes."""
-    now, nodes = getattr(scenario.parallel, name), scenario.cluster.nodes
+    now = getattr(scenario.parallel, name)
     words = {"tensor": "tensor ranks", "pipeline": "pipeline stages", "context": "context ranks",
              "expert": "expert ranks"}[name]
     for factor in _FACTORS:
@@ -222,8 +221,22 @@ def _more_ranks(scenario: Scenario, name: str) -> Iterator[Candidate]:
         if name == "expert" or scenario.data_parallel % factor == 0:
             yield Candidate(name, f"{factor * now} {words} instead of {now}", {**sets, **again})
         else:
-            yield Candidate(name, f"{factor * now} {words} instead of {now}, on {factor * nodes} nodes",
-                            {**sets, "cluster.nodes": factor * nodes, **again})
+            many, _, larger = _more_gpus(scenario, factor)
+            yield Candidate(name, f"{factor * now} {words} instead of {now}, on {many}", {**sets, **larger, **again})
+
+
+def _more_gpus(scenario: Scenario, factor: int) -> tuple[str, str, Sets]:
+    """So many times the GPUs: what of a single node is not taken yet, else whole nodes more. In words, as they are now,
+    and the fields that say it."""
+    cluster = scenario.cluster
+    nodes, own, whole = cluster.nodes, cluster.gpus_per_node, cluster.topology.gpus_per_node
+    wanted = own * factor
+    if nodes > 1 or own == whole or wanted % min(whole, wanted):
+        return f"{factor * nodes} nodes", str(nodes), {"cluster.nodes": factor * nodes}
+    more, each = wanted // min(whole, wanted), min(whole, wanted)
+    spread: Sets = {"cluster.nodes": more} if more > 1 else {}
+    return (f"{wanted} GPUs" + (f" of {more} nodes" if more > 1 else ""), str(own),
+            {"cluster.gpus_per_node": each, **spread})
 
 
 def _offload(scenario: Scenario) -> Iterator[Candidate]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 
 from sim.engine import Timeline
 from sim.hardware import Device
@@ -63,21 +64,13 @@ def inference_result(scenario: Scenario, lowered: Lowered, timeline: Timeline) -
     if serving is None or not isinstance(mode, Inference):
         return None
     run = mode.inference
-    ends = [section_end_s(timeline, number) for number in range(_sections(lowered))]
-    tokens = [piece.tokens for piece in serving.pieces]
-    # with a pipeline the last token has a section of its own behind the last piece
-    closing = [*ends[1:len(tokens)], ends[-1]] if tokens else []
-    begins = [ends[0], *closing][:len(tokens)]
+    ends = [section_end_s(timeline, number) for number in serving.ends]
     lengths = tuple(TokenTime(piece.cached, (end - begin) / piece.tokens)
-                    for piece, begin, end in zip(serving.pieces, begins, closing, strict=True))
+                    for piece, (begin, end) in zip(serving.pieces, pairwise(ends), strict=True))
     generated = scenario.data_parallel * run.batch * (run.generate or run.prompt)
-    mean = (ends[-1] - ends[0]) / (run.generate - 1) if tokens else 0.0
+    mean = (ends[-1] - ends[0]) / (run.generate - 1) if serving.pieces else 0.0
     return InferenceResult(ends[0], mean, generated / timeline.step_time_s, serving.cache_bytes,
                            serving.crossing_bytes, lengths)
-
-
-def _sections(lowered: Lowered) -> int:
-    return max(len(program.sections) for program in lowered.job.programs)
 
 
 def section_end_s(timeline: Timeline, number: int) -> float:

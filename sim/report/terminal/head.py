@@ -124,7 +124,8 @@ def _request(scenario: Scenario, run: InferenceRun) -> str:
     cache = "" if run.kv_cache == "same" or not run.generate else f", {run.kv_cache} cache"
     made = "1 token generated" if run.generate == 1 else f"{run.generate:,} tokens generated"
     made = f"{made} each" if run.generate else "read in one pass"
-    return (f"inference: {prompts} of {run.prompt:,} tokens, {made}, "
+    flight = ", continuous batching" if run.batching == "continuous" else ""
+    return (f"inference: {prompts} of {run.prompt:,} tokens, {made}{flight}, "
             f"{weights} weights{cache} · {' × '.join([*split, _replicas(scenario.data_parallel)])}")
 
 

@@ -236,6 +236,15 @@ def cache_in_vain(scenario: Scenario) -> list[str]:
     return ["inference: kv_cache changes nothing: an encoder has no cache"]
 
 
+def token_budget_in_vain(scenario: Scenario) -> list[str]:
+    """A warning where a budget of tokens is given and all prompts are read at once."""
+    mode = scenario.training.mode
+    if not isinstance(mode, Inference) or mode.inference.batching == "continuous":
+        return []
+    return ["inference: token_budget changes nothing under static batching"] if (
+        "token_budget" in mode.inference.model_fields_set) else []
+
+
 def links_in_vain(scenario: Scenario) -> list[str]:
     """Warnings where fields of a topology describe links that its kind of node or network does not have here."""
     topology = scenario.cluster.topology
@@ -308,8 +317,8 @@ def links_of_other_cards(scenario: Scenario) -> list[str]:
 _ASKED = (links_in_vain, links_of_other_cards, both_directions, direct_over_sockets, overlap_in_vain,
           prefetch_in_vain, takes_turns, zero_plus_plus_in_vain, algorithm_in_vain, schedule_of_another,
           same_tokens, versions_in_vain, determinism, accumulation_in_vain, autocast_alone, fused_bias_in_vain,
-          cache_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain, not_flash, documents_in_vain,
-          joint_beside_frozen)
+          cache_in_vain, token_budget_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain, not_flash,
+          documents_in_vain, joint_beside_frozen)
 
 
 def in_vain(scenario: Scenario) -> list[str]:

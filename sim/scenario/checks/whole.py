@@ -319,6 +319,10 @@ def _pipeline(written: Scenario, s: Scenario) -> Iterator[Finding]:
 
 def _generated(model: Model, run: InferenceRun) -> Iterator[Finding]:
     """Tokens that a kind of model does not generate, or has no positions for."""
+    if run.batching == "continuous" and run.token_budget < run.batch:
+        yield "training.mode.inference.token_budget", (
+            f"an iteration of {run.token_budget:,} tokens has no room for a token of each of {run.batch:,} answers"), (
+            "as large as the batch at least; engines have 2,048 to 16,384")
     path, kind = "training.mode.inference.generate", model.kind
     if kind == "encoder" and run.generate:
         yield path, f"an encoder makes one pass over its prompt and generates nothing, not {run.generate} tokens", (

@@ -158,6 +158,12 @@ class InferenceRun(Table):
     all_reduce: Literal["nccl", "peers"] = has(
         "nccl", "small sums of tensor ranks: NCCL's, or a kernel of the engine's own that reads its peers over NVLink")
     kv_cache: Literal["same", "fp8", "int8"] = has("same", "cache of keys and values: same as activations, fp8 or int8")
+    batching: Literal["static", "continuous"] = has(
+        "static", "static = the prompts together, then a token of each; continuous = as engines under load: an answer "
+        "that ends makes room for the next prompt, which is read beside the tokens of the others")
+    token_budget: Tokens = has(
+        8192, "tokens that an iteration takes at most under continuous batching (vLLM's max_num_batched_tokens, "
+        "TensorRT-LLM's max_num_tokens); longer prompts are read in parts")
 
 
 class Inference(Table):

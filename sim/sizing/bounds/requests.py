@@ -26,9 +26,11 @@ from sim.hardware import Device, gpu, pageable_bps
 from sim.hardware.outside import outside
 from sim.model.architecture import Layer
 from sim.model.inference.kinds import rank_of
+from sim.model.inference.mixed import mixed_rank
 from sim.model.inference.rank import Rank, Sum
 from sim.parallel.layout import REPLICAS, Layout
 from sim.parallel.lower import layout_of
+from sim.parallel.serving.flow import Iteration, life_of
 from sim.parallel.serving.request import Cut, Piece, cut_of, first_tokens, parts_of, pieces_of
 from sim.parallel.sharded.coordinator import Limits
 from sim.scenario import Scenario
@@ -194,6 +196,8 @@ class _Layout:
         Args:
             fine: with the attention of every piece of the generation, else without any.
         """
+        if self.run.batching == "continuous":
+            return self._in_flight(batch)
         parts = parts_of(batch, self.scenario.parallel.pipeline)
         prompt_s, prompt_j = self._prompt(parts)
         steps = sum(piece.tokens for piece in self.pieces)
@@ -206,6 +210,27 @@ class _Layout:
         joules = prompt_j + sum(piece.tokens * one[2] for piece, one in zip(pieces, tokens, strict=True))
         ranks = self.layout.ranks / self.scenario.parallel.pipeline
         return _Seconds(prompt_s, whole_s / steps if steps else 0.0, prompt_s + whole_s, joules * ranks)
+
+    def _in_flight(self, batch: int) -> _Seconds:
+        """The same under continuous batching, attention and all: the iterations of one request's life."""
+        life = life_of(self.run.model_copy(update={"batch": batch}))
+        (prompt_s, prompt_j), (whole_s, joules) = (
+            np.sum([self._iterations(one) for one in some], axis=0) if some else np.zeros(2)
+            for some in (life.opening, life.answering))
+        steps = self.run.generate - 1
+        return _Seconds(float(prompt_s), float(whole_s) / steps if steps else 0.0, float(prompt_s + whole_s),
+                        float(prompt_j + joules) * self.layout.ranks)
+
+    def _iterations(self, one: Iteration) -> tuple[float, float]:
+        """Seconds of iterations that are alike, and joules of a rank."""
+        key = self._alike, *one[1:]
+        if key not in self._forwards:
+            self._forwards[key] = self._made(mixed_rank(self.cut.style, self.cut.weights, *one[1:]), attends=True)
+        found = self._forwards[key]
+        least_s = float(self._seconds_of(found).sum())
+        if self.stack.step_sync:
+            least_s = max(least_s, float(found.host_s.sum()))
+        return one.times * least_s, one.times * float(found.work_j.sum())
 
     @property
     def _staged(self) -> bool:
@@ -313,7 +338,8 @@ class _Layout:
         held = self._weights + self._layers("cache", batch, self.first, 0)
         passes = [(self.first, 0), *((1, piece.cached) for piece in self.pieces[-1:])]
         # an encoder's transients are gone when the cache of what it read is there
-        least = self.scenario.model.kind == "encoder-decoder" or self._elsewhere_s > 0
+        least = (self.scenario.model.kind == "encoder-decoder" or self._elsewhere_s > 0
+                 or self.run.batching == "continuous")
         beside = [] if least else [self._layers("transients", part, new, cached) for new, cached in passes]
         found = [held[own.start:own.stop].sum() + max((one[own.start:own.stop].max() for one in beside), default=0.0)
                  for own in self.cut.own]

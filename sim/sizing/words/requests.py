@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sim.report.units import seconds
+from sim.scenario.fields.schema import Inference
 from sim.sizing.wish import EXCESS
 
 if TYPE_CHECKING:
@@ -103,8 +104,11 @@ def layout(sets: Mapping[str, Any]) -> str:
 
 def notes(found: Sizing) -> Iterator[str]:
     """What the table's rows have in common, and where the best lies at the edge of what was tried."""
-    yield ("\na replica is tensor × pipeline GPUs and takes a batch of its own, all its sequences in step: arrivals, "
-           "queues and continuous batching are not simulated")
+    mode = found.winner.training.mode if found.winner is not None else None
+    in_flight = isinstance(mode, Inference) and mode.inference.batching == "continuous"
+    yield "\na replica is tensor × pipeline GPUs and takes a batch of its own, " + (
+        "always as many requests as that: how they arrive and wait for a replica is not simulated" if in_flight else
+        "all its sequences in step; under load, as engines batch: --set training.mode.inference.batching=continuous")
     if not found.wish.priced and len({row["cluster"] for row in found.rows}) > 1:
         yield "not every cluster has a known price, so GPU-hours of all count alike: --price A=2.5,B=1.2 says it"
     best, tried = found.best[0]["set"][BATCH], found.batches

@@ -10,7 +10,7 @@ import numpy as np
 from sim.errors import Fault, UserError
 from sim.hardware import gpu
 from sim.measured.harness import harness_of, nccl_version
-from sim.measured.rows import table_kernel
+from sim.measured.rows import quantising_kernel, table_kernel
 from sim.measured.timing import card, reported_s, source_of, timing
 from sim.network import Coflow, Network, Topology
 from sim.validation.cases.files import Case
@@ -87,7 +87,8 @@ def kernel_rows(case: Case) -> Record:
     method = timing(source, names["gpu"])
     card_ = gpu(card(source, names["gpu"]))
     kernels = [method.found(kernel, card_.l2_bytes) for kernel in kernels]
-    times = reported_s(card_, method, kernels, operators) * 1e6
+    beside = [quantising_kernel({**row, "dtype": dtype}) for row in case.rows] if product else []
+    times = reported_s(card_, method, kernels, operators, beside=beside) * 1e6
     rows = []
     for row, predicted in zip(case.rows, times, strict=True):
         shape = [int(row[k]) for k in ("m", "n", "k", "batch", "rows", "cols") if k in row]

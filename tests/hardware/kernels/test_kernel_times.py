@@ -189,6 +189,10 @@ def test_alignment_is_that_of_the_contiguous_dimensions(m: int, n: int, k: int, 
     assert alignment_bytes(product(m, n, k, variant=variant)) == expected
 
 
+def test_narrow_operands_are_padded() -> None:
+    assert {alignment_bytes(replace(product(7, 9, 11), dtype=dtype)) for dtype in ("fp8", "nvfp4", "int8")} == {16}
+
+
 def test_an_odd_vocabulary_slows_the_head_about_four_times() -> None:
     """LLM Foundry's head with 50257 columns runs 4.1-4.3 times slower than with 50264 (mechanisms of its version 1)."""
     odd, even = Device(gpu("a100-40g-sxm")).times([product(16384, 50257, 2048), product(16384, 50264, 2048)])

@@ -20,14 +20,15 @@ PLAIN = Weights("", True, False)
 
 
 def rank(weights: Weights = PLAIN, batch: int = 1, new: int = 1, cached: int = 100, tensor: int = 1,
-         **model: Any) -> Rank:
+         compiled: bool = False, **model: Any) -> Rank:
     scenario = resolve({
         "name": "t", "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": tensor},
         "parallel": {"tensor": tensor},
         "model": {"kind": "decoder", "layers": 2, "hidden": 512, "heads": 8, "kv_heads": 2, "ffn": 2048, "vocab": 1000,
                   "positions": "rotary", "norm": "rmsnorm", "bias": False, "gated_mlp": True} | model,
         "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 64, "precision": "pure-bf16"}})
-    style = replace(style_of(scenario, stack_for(), 1), window=scenario.model.window or 0)
+    stack = stack_for(compile_=True) if compiled else stack_for()
+    style = replace(style_of(scenario, stack, 1), window=scenario.model.window or 0)
     return rank_of(style, batch, new, cached, weights)
 
 
@@ -67,16 +68,6 @@ def test_the_cache_is_written_in_place_or_anew() -> None:
     (anew,) = named(rank(Weights("", False, True), batch=3), "cache_update")
     row = 2 * 2 * 64 * 3  # elements of one token
     assert (place.bytes, anew.bytes) == (2 * 2 * row, 2 * 2 * row * 101)
-
-
-def test_a_compiler_writes_keys_where_it_rotates_them() -> None:
-    def launches(of: Rank) -> int:
-        compiled = replace(of, style=replace(of.style, stack=replace(of.style.stack, compile=True)))
-        return named(compiled, "cache_update")[0].launches
-
-    assert named(rank(), "cache_update")[0].launches == 2
-    assert launches(rank()) == 1
-    assert launches(rank(positions="learned")) == launches(rank(Weights("", False, True))) == 2
 
 
 def test_fused_products_read_weights_as_stored() -> None:
@@ -215,3 +206,21 @@ def test_compressed_keys_are_stored_in_8_bits_once() -> None:
     mla = {"q_rank": 96, "kv_rank": 64, "nope_dim": 32, "rope_dim": 16, "value_dim": 32}
     plain, small = (rank(of, mla=mla, kv_heads=8, cached=99) for of in (PLAIN, NARROW_CACHE))
     assert attention(plain).bytes - attention(small).bytes == 100 * (64 + 16)
+
+
+def test_compiled_products_of_one_input_share_what_quantises_it() -> None:
+    fp8 = Weights("fp8", True, False, multiplied=True)
+    eager, compiled = ([(k.launches, k.shape[0], k.bytes) for k in named(rank(fp8, batch=2, compiled=one), "quantise")]
+                       for one in (False, True))
+    assert [launches for launches, _, _ in eager] == [1] * len(eager) and len(eager) == len(products(rank(fp8)))
+    # behind both norms and the activation it is written there, behind attention by a kernel of its own
+    written = (0, 2 * 512, 2 * 512)
+    assert compiled == [written, (1, 2 * 512, 3 * 2 * 512), written, (0, 2 * 2048, 2 * 2048)]
+
+
+def test_compiled_norms_loop_over_their_row_and_a_token_is_written_to_the_cache_once() -> None:
+    def norms(of: Rank) -> set[str]:
+        return {k.kernel for k in block(of) if isinstance(k, Kernel) and k.op == "norm"}
+    assert norms(rank(compiled=True)) == {"norm_looped"}
+    assert sum(k.launches for k in named(rank(compiled=True), "cache_update")) == 1
+    assert sum(k.launches for k in named(rank(), "cache_update")) == 2

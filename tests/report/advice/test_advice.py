@@ -301,6 +301,21 @@ def test_candidates_are_real_changes() -> None:
             assert not any(one for path, one in zip(sets, same, strict=True) if not path.startswith("parallel.")), sets
 
 
+def test_a_node_is_filled_before_another_is_asked_for() -> None:
+    part = resolve({"name": "part", "cluster": {"topology": "dgx-h100", "gpus_per_node": 2},
+                    "model": {"preset": "llama-2-13b"}, "training": {"micro_batch": 1, "global_batch": 64,
+                                                                     "sequence": 2048, "precision": "fsdp-bf16"},
+                    "parallel": {"strategy": "fsdp"}})
+    more = {one.what: {name: value for name, value in one.set.items() if name.startswith("cluster")}
+            for one in candidates(part) if one.group == "nodes"}
+    assert more["4 GPUs instead of 2"] == {"cluster.gpus_per_node": 4}
+    assert more["8 GPUs instead of 2"] == {"cluster.gpus_per_node": 8}
+    assert all(sets == {"cluster.gpus_per_node": 8, "cluster.nodes": int(what.split()[3])}
+               for what, sets in more.items() if " nodes " in what)
+    whole = part.model_copy(update={"cluster": part.cluster.model_copy(update={"gpus_per_node": 8})})
+    assert [one.set["cluster.nodes"] for one in candidates(whole) if one.group == "nodes"][:1] == [2]
+
+
 def test_one_sequence_is_no_sequences() -> None:
     scenario = resolve({
         "name": "x", "cluster": {"topology": "single-h100-80g-sxm"}, "model": {"preset": "llama-2-7b"},

@@ -110,3 +110,12 @@ def test_a_config_that_sees_points_to_its_language_model(tmp_path: Path) -> None
     fields = read_config(tmp_path, "text.json")
     assert (fields["heads"], fields["kv_heads"], fields["head_dim"], fields["vocab"]) == (8, 4, 256, 262_208)
     assert fields["hidden"] == 2560 and fields["window"] == 1024 and fields["full_every"] == 6
+
+
+def test_null_undoes_what_a_preset_says() -> None:
+    def model(**fields: Any) -> Any:
+        return resolve({"name": "n", "cluster": {"topology": "dgx-h100"}, "model": {"preset": "gemma-2-9b", **fields},
+                        "training": {"micro_batch": 1, "global_batch": 8, "sequence": 1024,
+                                     "precision": "pure-bf16"}}).model
+    assert model().window and model(window=None, full_every=None).window is None
+    assert model(layers=None).layers == model().layers  # a size that every model has is left out, as anywhere

@@ -40,6 +40,8 @@ def drawn(rng: random.Random) -> tuple[Scenario, Choice, tuple[str, ...]]:
         training["attention"], software = "eager", {"modules": "transformers", **software}
     if software.get("compile") and rng.random() < 0.3:
         run["all_reduce"] = "peers"
+    if software.get("compile") and rng.random() < 0.3:
+        run |= {"batching": "continuous", "token_budget": rng.choice([64, 300, 8192])}
     scenario = resolve({"name": "r", "cluster": {"topology": rng.choice(TOPOLOGIES)}, "model": model,
                         "training": {**training, "mode": {"inference": run}}, "software": software}, "r")
     choice = Choice(sorted(rng.sample([1, 2, 3, 4, 6, 8, 16], 3)), batch=rng.sample([1, 2, 3, 4, 7, 16], 2),
