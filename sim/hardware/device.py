@@ -11,6 +11,7 @@ from sim.catalog import table
 from sim.hardware.gpu import Gpu
 from sim.hardware.host import HostShare
 from sim.hardware.kernels.attention import attention_times, attention_work
+from sim.hardware.kernels.decoding import decoding
 from sim.hardware.kernels.gemm import Array, ProductTimes, as_products, overlapped, product_times
 from sim.hardware.kernels.memory_bound import memory_time
 from sim.hardware.kernels.rates import AttentionRates, Basis, GemmRates, Rates
@@ -85,7 +86,8 @@ class Device:
 
     def basis(self, kernel: Kernel) -> Basis:
         """What the time of `kernel` rests on: confidence, source, whether tables of this very GPU entered."""
-        return self._rates.basis(kernel.op, kernel.dtype, kernel.kernel)
+        one = kernel.op == "attention" and decoding(kernel)
+        return self._rates.basis("decoding" if one else kernel.op, kernel.dtype, kernel.kernel)
 
     def energy_j(self, kernels: Sequence[Kernel], counts: Sequence[float] | NDArray[np.float64],
                  seconds: float) -> float:

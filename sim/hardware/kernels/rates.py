@@ -218,16 +218,22 @@ class Rates:
 
     def _decoding(self, family: Mapping[str, Any]) -> DecodingRates:
         """Of this family, or of those measured where it was not."""
-        figures = {**self._shared["decoding"], **family.get("decoding", {})}
+        figures = self._decoding_figures(family)
         return DecodingRates(**{field.name: float(figures[field.name]) for field in fields(DecodingRates)})
 
+    def _decoding_figures(self, family: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self._shared["decoding"], **family.get("decoding", {})}
+
     def basis(self, op: str, dtype: str, kernel: str = "") -> Basis:
-        """Where the figures for `op` in `dtype` come from; inherited ones are a step less certain than their source."""
+        """Where the figures for `op` ("decoding": attention of one query a sequence) in `dtype` come from; inherited
+        ones are a step less certain than their source."""
         if op == "gemm":
             units = UNITS[self._gpu.arithmetic(dtype)]
             entry = self._family["gemm"].get(units, self._family["gemm"]["half"])
         elif op == "attention":
             entry = self._family["attention"][self._attention_kernel(kernel)]
+        elif op == "decoding":
+            entry = self._decoding_figures(self._family["attention"])
         else:
             entry = self._family["memory"]
         own = "gpus" not in entry or self._gpu.name in entry["gpus"]

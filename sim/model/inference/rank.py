@@ -149,8 +149,7 @@ class Rank:
         return bool(self.weights.cache) and not (self.weights.fused and uses_flash(self.style))
 
     def _cache_update(self, rows: int, anew: int = 0) -> Iterator[Kernel]:
-        """`rows` new tokens written to a block's cache: keys and values in a kernel each, but that a compiler has the
-        kernel that rotates keys write them (Inductor fuses an index_put with what makes its values).
+        """`rows` new tokens written to a block's cache.
 
         Args:
             anew: tokens per sequence of a cache that is read and written whole, 0 = in place.
@@ -163,7 +162,8 @@ class Rank:
             source = self._cached
         if anew:
             new, source = style.batch * anew * cache_width(style), self._cached
-        fused = style.stack.compile and style.positions == "rotary" and not anew and (weights.fused or not weights.cache)
+        whole = weights.fused or not weights.cache
+        fused = style.stack.compile and style.positions == "rotary" and not anew and whole
         yield elementwise("cache_update", new, source + self._cached, style.act, 1 if fused else 2, "attention")
 
     def _core(self, keys: int, own: bool = False) -> Iterator[Kernel]:

@@ -74,3 +74,10 @@ def test_a_cache_of_fewer_bytes_is_read_faster_and_waits_as_long() -> None:
 def test_families_without_figures_of_their_own_take_the_shared_ones(name: str) -> None:
     taken_us = 1e6 * float(Device(gpu(name)).times([one_query(1, 8, 8, 128)])[0])
     assert 6 < taken_us < 14
+
+
+def test_what_it_rests_on_is_its_own() -> None:
+    for card, own in (("h100-80g-sxm", True), ("l40s", True), ("v100-32g-sxm", False)):
+        basis = Device(gpu(card)).basis(one_query(1, 8, 8, 128))
+        assert basis.own_data is own and ("aic_attention" in basis.source) is own
+    assert "azure" in Device(gpu("h100-80g-sxm")).basis(attention_kernel(1, 8, 8, 128, 128, 128, "bf16")).source

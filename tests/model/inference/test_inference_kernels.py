@@ -81,16 +81,6 @@ def test_the_cache_is_written_in_place_or_anew() -> None:
     assert (place.bytes, anew.bytes) == (2 * 2 * row, 2 * 2 * row * 101)
 
 
-def test_a_compiler_writes_keys_where_it_rotates_them() -> None:
-    def launches(of: Rank) -> int:
-        compiled = replace(of, style=replace(of.style, stack=replace(of.style.stack, compile=True)))
-        return named(compiled, "cache_update")[0].launches
-
-    assert named(rank(), "cache_update")[0].launches == 2
-    assert launches(rank()) == 1
-    assert launches(rank(positions="learned")) == launches(rank(Weights("", False, True))) == 2
-
-
 def test_fused_products_read_weights_as_stored() -> None:
     plain, small = products(rank()), products(rank(Weights("int4", True, False)))
     saved = sum(a.bytes - b.bytes for a, b in zip(plain, small, strict=True))
