@@ -33,6 +33,8 @@ _LARGEST = (256.0, 128.0)  # the tile `flops_per_s` is stated for
 #: Rows up to which a product that reads weights as stored fills up no tile of many rows: one instruction of the tensor
 #: cores (m16n8k16), which tinygemm and Marlin are built on; one row is a gemv.
 _FEW_ROWS = 16
+#: Rows of the lowest tile: products of no more go through their weights once.
+_ONE_TILE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +144,14 @@ def product_times(products: Products, rates: GemmRates, sms: int, sms_total: int
     tiled_s, expanding_s = (weights * alone).sum(axis=1), _expanding_s(products, rates) * sms_total / sms
     few = products.expanding & (products.m <= _FEW_ROWS)
     return ProductTimes(compute_s=np.where(few, expanding_s, np.maximum(tiled_s, expanding_s)),
-                        memory_s=products.total_bytes / bandwidth_bps / np.where(
-                            products.streamed, rates.streamed_share, rates.bandwidth_share),
+                        memory_s=products.total_bytes / bandwidth_bps / _memory_share(products, rates),
                         block_s=np.minimum((weights * block_s).sum(axis=1), np.where(few, expanding_s, np.inf)))
+
+
+def _memory_share(products: Products, rates: GemmRates) -> Array:
+    """Share of the memory's bandwidth that each product reaches."""
+    found: Array = np.where(products.m <= _ONE_TILE, rates.few_rows_share, rates.bandwidth_share)
+    return np.where(products.streamed, rates.streamed_share, found)
 
 
 def _expanding_s(products: Products, rates: GemmRates) -> Array:

@@ -54,6 +54,7 @@ class GemmRates:
     overlap: float
     bandwidth_share: float
     streamed_share: float
+    few_rows_share: float
     alignment: Mapping[int, float] | None
     batched_unaligned: float
     flop_j: float
@@ -177,6 +178,7 @@ class Rates:
             spread=float(kind["spread"]),
             overlap=float(kind["overlap"]),
             bandwidth_share=self.memory_share("gemm"),
+            few_rows_share=float(self._family["memory"].get("few_rows", self.memory_share("gemm"))),
             streamed_share=max(self.memory_share("gemm"), self.memory_share("elementwise")),
             alignment=None if units == "fp32" else {key: float(alignment[key]) for key in (16, 8, 4, 2, 1)},
             batched_unaligned=min(1.0, self._on_fp32_units() / rate),

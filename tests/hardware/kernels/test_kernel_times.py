@@ -21,7 +21,7 @@ PLAIN = GemmRates(flops_per_s=100e12, fill_k=0, batched_slice=1, batched_tile=No
                   operand_cost=0.0, exposed_output=0.0, start_s=0.0,
                   tiles=((128, 128),), splits=(1,), idle_wave_loss=1.0, held_wave_loss=1.0, persistent=False,
                   partial_tile=1.0,
-                  spread=0.0, overlap=np.inf, bandwidth_share=1.0, streamed_share=1.0,
+                  spread=0.0, overlap=np.inf, bandwidth_share=1.0, streamed_share=1.0, few_rows_share=1.0,
                   alignment={16: 1.0, 8: 0.5, 4: 0.5, 2: 0.25, 1: 0.25}, batched_unaligned=0.1, flop_j=1e-12,
                   expanded_per_s=1e12)
 WIDE_BPS = 1e18
@@ -71,12 +71,13 @@ def test_more_rows_by_stored_weights_take_no_less_than_few() -> None:
 
 
 def test_a_streamed_row_reaches_what_a_pass_over_memory_does() -> None:
-    rates = replace(PLAIN, bandwidth_share=0.8, streamed_share=0.85)
+    rates = replace(PLAIN, bandwidth_share=0.9, streamed_share=0.85, few_rows_share=0.8)
     one = product(1, 8192, 8192)
     for row, share in ((one, 0.8), (replace(one, kernel="streamed"), 0.85), (replace(one, kernel="expanding"), 0.85)):
         assert seconds(row, rates, bandwidth_bps=50e9) == pytest.approx(one.bytes / share / 50e9, rel=0.03)
-    several = replace(product(2, 8192, 8192), kernel="expanding")
-    assert seconds(several, rates, bandwidth_bps=50e9) == pytest.approx(several.bytes / 0.8 / 50e9, rel=0.03)
+    for several, share in ((replace(product(2, 8192, 8192), kernel="expanding"), 0.8), (product(64, 8192, 8192), 0.8),
+                           (product(65, 8192, 8192), 0.9)):
+        assert seconds(several, rates, bandwidth_bps=50e9) == pytest.approx(several.bytes / share / 50e9, rel=0.03)
 
 
 def test_a_halved_tensor_peak_does_not_slow_a_row_by_stored_weights() -> None:
