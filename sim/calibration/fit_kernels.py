@@ -192,7 +192,7 @@ def document(fitted: Mapping[Key, Figures], keyed: Mapping[Key, Sequence[Group]]
         else:
             other = {} if kind == "sdp_bwd" else _shares(family, units)
             if kind == "sdp_fwd" and ("sdp_bwd", family, units) not in fitted:
-                origin["source"] += "; backward as in kernels.yaml"
+                origin["source"] = f"{origin['source']}; backward as in kernels.yaml"
             _attention(entry.setdefault("attention", {}), kind == "sdp_bwd", rounded, origin, units, other)
     return {"families": families}
 
