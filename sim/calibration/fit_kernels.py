@@ -31,7 +31,7 @@ _SURE = 0.12  # median error up to which a fit to many rows is called sure
 #: Attention on A100 as vLLM 0.14 calls it gathers keys from pages and writes to the cache, training's kernel does not;
 #: on B200's family it calls TensorRT-LLM's kernel, where training's is cuDNN's.
 COMPARED = (("aic", "ga100", "half"), ("aic", "ga100", "flash2"), ("aic", "hopper", "half"), ("aic", "hopper", "fp8"),
-            ("aic", "blackwell", "flash2"))
+            ("aic", "blackwell", "half"), ("aic", "blackwell", "flash2"))
 
 Figures = dict[str, Any]
 #: What is fitted together: kind ("gemm", "memory", "sdp_fwd", "sdp_bwd", "sdp_decode"), family, units of products or
@@ -192,7 +192,7 @@ def document(fitted: Mapping[Key, Figures], keyed: Mapping[Key, Sequence[Group]]
         else:
             other = {} if kind == "sdp_bwd" else _shares(family, units)
             if kind == "sdp_fwd" and ("sdp_bwd", family, units) not in fitted:
-                origin["source"] += "; backward as in kernels.yaml"
+                origin["source"] = f"{origin['source']}; backward as in kernels.yaml"
             _attention(entry.setdefault("attention", {}), kind == "sdp_bwd", rounded, origin, units, other)
     return {"families": families}
 

@@ -57,6 +57,7 @@ BLOCKS = ("longest_share", "balance", "block_start_s")
 #: Figure of `decoding`, likewise.
 DECODING: dict[str, tuple[float, float, float]] = {
     "wait_s": (0.5e-6, 10e-6, 3e-6),
+    "join_s": (0.0, 6e-6, 2.5e-6),
     "block_start_s": (0.5e-6, 8e-6, 3e-6),
     "bandwidth_share": (0.6, 0.97, 0.85),
 }

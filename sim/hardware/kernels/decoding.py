@@ -1,8 +1,8 @@
 """Time of fused attention of one query a sequence over its cached keys and values (flash decoding).
 
 The heads that share keys and values are the rows of one thread block, which reads those once. Where sequences and heads
-give fewer blocks than there are SMs, each is split along the keys where that is quicker, and a second kernel joins the
-parts' outputs.
+give fewer blocks than there are SMs, each is split along the keys where that is quicker, and the parts'
+outputs are joined, by a second kernel or by the block that ends last.
 Sources: flash-attn 2.7.3 csrc/flash_attn/flash_api.cpp (num_splits_heuristic, set_params_splitkv: blocks of 128 keys at
 heads of 128, at most 128 parts; seqlenq_ngroups_swapped), Dao et al., Flash-Decoding, 2023. From memory.
 """
@@ -43,7 +43,7 @@ def decoding_times(kernel: Kernel, rates: AttentionRates, sms: int, bandwidth_bp
 
     def waiting(parts: int) -> tuple[float, float]:
         block_s = figures.wait_s + math.ceil(steps / parts) * figures.step_s * dim / _HEAD
-        joined_s = rates.start_s if parts > 1 else 0.0
+        joined_s = figures.join_s if parts > 1 else 0.0
         return max(block_s, tiles * parts / sms * figures.block_start_s) + joined_s, block_s
 
     waiting_s, block_s = min(waiting(1), waiting(most))

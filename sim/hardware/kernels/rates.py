@@ -65,10 +65,12 @@ class GemmRates:
 @dataclass(frozen=True, slots=True)
 class DecodingRates:
     """Attention of one query a sequence: what a block waits for beside its keys, and for each 128 keys of 128 elements;
-    the time of an SM that a block takes where many follow each other; share of the stated bandwidth they reach."""
+    what joining the parts of a split one takes; the time of an SM that a block takes where many follow each other;
+    share of the stated bandwidth they reach."""
 
     wait_s: float
     step_s: float
+    join_s: float
     block_start_s: float
     bandwidth_share: float
 
@@ -88,7 +90,7 @@ class AttentionRates:
     overlap: float
     bandwidth_share: float
     flop_j: float
-    decoding: DecodingRates = DecodingRates(0.0, 0.0, 0.0, 1.0)
+    decoding: DecodingRates = DecodingRates(0.0, 0.0, 0.0, 0.0, 1.0)
     block_start_s: float = 0.0
     split: bool = False
 

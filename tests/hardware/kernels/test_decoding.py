@@ -12,10 +12,12 @@ from sim.hardware.kernels.operators import attention_kernel
 from sim.hardware.kernels.rates import AttentionRates, DecodingRates
 from sim.work import Kernel
 
-#: Blocks wait 4 us and 2 us for each 128 keys, take 1 us of an SM where many follow each other.
+#: Blocks wait 4 us and 2 us for each 128 keys, parts are joined in 3 us; of an SM a block takes 1 us where many follow
+#: each other.
 WAITING = AttentionRates(flops_per_s=100e12, block_rows=128, longest_share=1.0, balance=2.0, heads_first=False,
-                         start_s=3e-6, overlap=3.0, bandwidth_share=1.0, flop_j=0.0,
-                         decoding=DecodingRates(wait_s=4e-6, step_s=2e-6, block_start_s=1e-6, bandwidth_share=0.8))
+                         start_s=0.0, overlap=3.0, bandwidth_share=1.0, flop_j=0.0,
+                         decoding=DecodingRates(wait_s=4e-6, step_s=2e-6, join_s=3e-6, block_start_s=1e-6,
+                                                bandwidth_share=0.8))
 WIDE_BPS = 1e18
 
 
@@ -33,10 +35,10 @@ def test_a_block_waits_for_its_start_and_for_its_keys() -> None:
     assert waiting_s(one_query(1, 60, 60, 1000, dim=64)) == pytest.approx(4e-6 + 8 * 1e-6)
 
 
-def test_few_sequences_are_split_along_the_keys_and_a_kernel_joins_the_parts() -> None:
-    # 4 blocks on 100 SMs: 25 parts of 4 x 128 keys, and a second start
+def test_few_sequences_are_split_along_the_keys_and_the_parts_are_joined() -> None:
+    # 4 blocks on 100 SMs: 25 parts of 4 x 128 keys, and joined
     assert waiting_s(one_query(1, 4, 4, 12800)) == pytest.approx(4e-6 + 4 * 2e-6 + 3e-6)
-    # no more parts than pieces of 128 keys, no more than 128; none where the second kernel takes longer than is saved
+    # no more parts than pieces of 128 keys, no more than 128; none where joining takes longer than is saved
     assert waiting_s(one_query(1, 4, 4, 384)) == pytest.approx(4e-6 + 2e-6 + 3e-6)
     assert waiting_s(one_query(1, 4, 4, 256)) == pytest.approx(4e-6 + 2 * 2e-6)
     assert waiting_s(one_query(1, 1, 1, 256 * 128), sms=1000) == pytest.approx(4e-6 + 2 * 2e-6 + 3e-6)
