@@ -45,5 +45,5 @@ def peer_sums(site: Site) -> Iterator[Candidate]:
         # chosen wherever it may be: NCCL's own estimates are all above a thousandth of a microsecond
         chosen = Judgement(order * 1e-4, _INFINITE, plateau=_INFINITE, plateau_bytes=most + 1.0)
         yield Candidate(
-            name, "peers", chosen, (figures["base_us.LL"] + flags * flag_us) * 1e-6, 0.0, 1.0, 1.0, _INFINITE, (),
+            name, "peers", chosen, (site.base_us("LL") + flags * flag_us) * 1e-6, 0.0, 1.0, 1.0, _INFINITE, (),
             ring_loads(site.place), volume, site.inside_bps() / volume, _BLOCKS, hbm)
