@@ -1,4 +1,4 @@
-"""`python -m sim.calibration.fit_nccl`: fits `sim/network/figures.yaml` to the sweeps of `data/collectives.yaml` and `data/collectives_aic.yaml`.
+"""`python -m sim.calibration.fit_nccl`: fits `sim/network/figures.yaml` to the sweeps of `data/collectives*.yaml`.
 
 Every figure starts at the value NCCL's tuner or a datasheet gives (`data/nccl_priors.yaml`) and moves only as far as
 the sweeps ask. With `--check`, whole sites are left out in turn and predicted from the others.

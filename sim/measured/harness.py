@@ -1,9 +1,10 @@
 """How a benchmark measured a collective: what the host of the harness adds, which no training step would see.
 
 nccl-tests and its like issue calls back to back and divide by their number, so a small call costs whatever the host
-needs to issue it when that is longer than the collective itself; all_reduce_bench.py (stas00/ml-engineering) brackets
-every call with events after a barrier, so that its issue comes on top. On one node the usual command is one process that
-drives all GPUs (`-g 8`, nccl-tests README), which launches on them in turn; several nodes need one process per GPU.
+needs to issue it when that is longer than the collective itself; all_reduce_bench.py (stas00/ml-engineering, recalled)
+brackets every call with events after a barrier, so that its issue comes on top. On one node the usual command is one
+process that drives all GPUs (`-g 8`, nccl-tests README), which launches on them in turn; several nodes need one process
+per GPU.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _ring(kind: str, site: Site, protocol: str) -> Candidate:
     volume = 1.0 if rooted else steps / n
     # Round a ring the slowest chunk crosses between nodes once for each of them and pass; from a root, to all others.
     hops = 0 if nodes == 1 else min(steps, passes * nodes - rooted)
-    figures, channels = site.figures, site.channel_count()
+    channels = site.channel_count()
     walk = (steps - hops) * site.step_us(protocol) + hops * _outside_us(site, protocol)
     cap = _INFINITE
     if site.place.per_node > 1:

@@ -53,11 +53,11 @@ def _send(site: Site, protocol: str) -> Candidate:
 
 
 def _exchange(site: Site, protocol: str) -> Candidate:
-    """Grouped sends to every other rank: those of the node at once, as far as channels have warps for them, in steps as
-    of a ring (nccl src/device/sendrecv.h; src/enqueue.cc, ncclAddWorkBatchToPlan); beside them those behind the NICs,
-    one after another as the proxy comes to them, which starts when the kernel does, in Simple whatever those of the
-    node take. Inside one node every peer has its share of the channels (src/enqueue.cc, scheduleP2pTasksToPlan), each a
-    chunk behind."""
+    """Grouped sends to every other rank: those of the node at once, as far as channels have warps for them, in LL in
+    steps as of a ring, in Simple with a start of their own (nccl src/device/sendrecv.h; src/enqueue.cc,
+    ncclAddWorkBatchToPlan); beside them those behind the NICs, one after another as the proxy comes to them, which
+    starts when the kernel does, in Simple whatever those of the node take. Inside one node every peer has its share of
+    the channels (src/enqueue.cc, scheduleP2pTasksToPlan), each a chunk behind."""
     place, figures = site.place, site.figures
     remote = place.size - place.per_node
     rounds = -(-(place.per_node - 1) // (_PEERS_AT_ONCE * site.channel_count()))

@@ -416,7 +416,8 @@ def test_more_bandwidth_is_never_slower(machines: Machines, kind: str, exponent:
     assert times[1] <= times[0] * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("told", "found"), [("2.18.3", (2, 18, 3)), ("2.10.3+cuda11.3", (2, 10, 3)), ("v2.19", (2, 19)),
-                                             ("2.26 (of the thread)", (2, 26)), ("newest", (2, 30)), (None, (2, 30))])
+@pytest.mark.parametrize(("told", "found"), [
+    ("2.18.3", (2, 18, 3)), ("2.10.3+cuda11.3", (2, 10, 3)), ("v2.19", (2, 19)), ("2.26 (of the thread)", (2, 26)),
+    ("newest", (2, 30)), (None, (2, 30))])
 def test_a_release_is_read_off_whatever_names_it(told: str | None, found: tuple[int, ...]) -> None:
     assert release({"version": told}) == found

@@ -53,8 +53,8 @@ def test_protocols_cost_bandwidth() -> None:
 @pytest.mark.parametrize(("version", "protocols"), [
     ("2.27.5", ["LL", "LL128", "LL128"]), ("2.29.2", ["LL", "LL", "LL128"]), ("2.29.7", ["LL", "LL128", "LL128"])])
 def test_blackwell_rings_had_less_of_ll128_in_one_release(version: str, protocols: list[str]) -> None:
-    """Eight B200, 4, 8 and 16 MiB: 34.5 GB/s a channel in 2.29.2's table, 40 before and after. AIConfigurator's sweeps in
-    int8, which NVLink SHARP does not add, bend so."""
+    """Eight B200, 4, 8 and 16 MiB: 34.5 GB/s a channel in 2.29.2's table, 40 before and after. AIConfigurator's sweeps
+    in int8, which NVLink SHARP does not add, bend so."""
     topology = Topology.from_mapping(table("../topologies/hgx-b200.yaml"))
     net = Network(topology, 1, 8, nccl={"version": version, "algorithm": "Ring"})
     ranks = np.arange(8, dtype=np.int64)[None, :]

@@ -32,8 +32,8 @@ def taken_s(net: Network, size: int, ranks: int) -> float:
 
 
 def test_latency_does_not_grow_with_peers() -> None:
-    """Two steps over NVLink, whatever their number; grouped sends have one start, and of 32 channels 4 a peer or the one
-    there must be are a chunk of half a MiB behind, which half of the 32 blocks' warps copy."""
+    """Two steps over NVLink, whatever their number; grouped sends have one start, and of 32 channels 4 a peer or the
+    one there must be are a chunk of half a MiB behind, which half of the 32 blocks' warps copy."""
     size = 64 << 20
     few, many = (network(1, 72, True).coflow("all_to_all", size, world(n)).latency_s for n in (8, 64))
     assert few == many == pytest.approx((F["base_us.Simple.blackwell"] + 2 * F["step_us.nvlink.LL.blackwell"]) * 1e-6)
