@@ -143,7 +143,8 @@ def test_figures_of_links_are_measured_or_the_catalogues() -> None:
                              "training": {"micro_batch": 1, "global_batch": 2, "sequence": 128}}))
             for topology in ("dgx-a100-80g", measured)]
     found = compare(runs)
-    assert found.names == ["one (links as in the catalogue)", "one (links as measured: base_us.LL.ampere 5.25 and more)"]
+    assert found.names == ["one (links as in the catalogue)",
+                           "one (links as measured: base_us.LL.ampere 5.25 and more)"]
     assert found.differs == {f"cluster.topology.links.{name}": [catalogue()[name], value]
                              for name, value in measured["links"].items()}
 
