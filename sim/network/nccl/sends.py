@@ -78,7 +78,8 @@ def _exchange(site: Site, protocol: str) -> Candidate:
         each = min(site.pair_channels(), max(1, power_of_two(site.channel_count()) // place.size))
         # half of a block's warps send, its own rank's part included, the others receive
         blocks_bps = min(place.size * each, power_of_two(site.channel_count())) * site.pass_bps() / 2
-        return replace(found, cap_bps=min(found.cap_bps, blocks_bps / WIRE[protocol]), last_bps=blocks_bps,
+        most_bps = blocks_bps / WIRE[protocol] if site.wide() else _INFINITE
+        return replace(found, cap_bps=min(found.cap_bps, most_bps), last_bps=blocks_bps,
                        last_bytes=float(place.size * each * _SEND_CHUNK[site.intra_link()]))
     copies = _copies(site, remote, place.size)
     return replace(found, factor=1.0, cap_bps=cap, opens_bytes=OPENS[crossing], copies=copies)
