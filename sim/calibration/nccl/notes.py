@@ -25,8 +25,8 @@ from the others; what belongs to a fabric stays with the fabric.
   rate of the link and one of the block (22, 39, 46 GB/s a channel on A100, H100, B200; NCCL counts 24, 38.7, 70 at
   most) within 1 to 2 % where sizes are large. It took the place of a share that pairs of GPUs were given.
 * In an all-to-all half of a block's warps send and half receive, and a rank's own part has its channels: 332, 487 and
-  563 GB/s on 2, 4 and 8 B200 are 16, 24 and 28 channels of 20 each. A start of sends of their own (12 us) stands in the place of
-  the ring's start and step.
+  563 GB/s on 2, 4 and 8 B200 are 16, 24 and 28 channels of 20 each. A start of its own (12 us) stands in the place
+  of the ring's start and step.
 * What starts take is told by generation: 8, 5.8 and 8.3 us in LL on A100, H100 and Blackwell.
 * NVLink SHARP adds no bytes: AIConfigurator's all-reduces in int8 on 8 H100 stay rings, 352 where halves reach 445
   GB/s.
@@ -90,14 +90,19 @@ from the others; what belongs to a fabric stays with the fabric.
   doubling of the GPUs, which nothing read explains), those of A100 and of H100 with 2.23 from 1 to 4 MiB up to 35 %
   (they jump back at 8 MiB); LL from 1 to 2 MiB on eight H100 and B200 10 to 20 % too slow, a gather's in LL on two
   GPUs at 4 MiB 25 % too fast. L40S on two GPUs move 20 GB/s where gen 4 is taken to give 24; on four and eight they
-  move 5 and 1.4 and are predicted at 23 and 12: not fitted beyond 4 KiB (64 KiB on two). Small calls of theirs take 6 us where
-  generation ampere, which stands for Ada too, has 8. Reductions of bytes cost a block 3 to 5 %
-  more than of halves (two GPUs 7 to 13 %): no figure. The releases behind 2.23's files are the folder's word.
+  move 5 and 1.4 and are predicted at 23 and 12: not fitted beyond 4 KiB (64 KiB on two). Small
+  calls of theirs take 6 us where generation ampere, which stands for Ada too, has 8. Reductions of bytes cost a block
+  3 to 5 % more than of halves (two GPUs 7 to 13 %): no figure. The releases behind 2.23's files are the folder's word.
 * TensorRT-LLM's kernel for small sums is up to twice as fast as vLLM's and SGLang's (2.6 against 4.5 us on two H100,
   4.7 against 7 on two B200; at 1 MiB on B200 8 against 20): `all_reduce: peers` is the latter's. Newer vLLM leaves its
   kernel for others beyond 256 KiB on eight H100.
 * What all_reduce_bench.py measured has its host's 20 us on top of each call (`timing: event`, from its code as
   recalled): taken to be a floor before, they had made NVLink SHARP's start twice as long.
+* A100's rings in Simple are not settled: 16 us of start, 9.6 a step and 5.7 a slice, or 26, 7.5 and 4.3. The latter is
+  what is found where lone sends start as an all-to-all does (14 us, not the ring's start): sites of A100 and the 90th
+  percentile of one node left out are then better (26.7 to 24.5 %; a sender's kernel 33 to 19), but ZeRO-3's gathers over many
+  nodes become 10 % faster and its published steps worse (deepspeed_azure 6.4 to 7.6 %, sc21_paper 5.4 to 6.0). Left off:
+  the slices of nodes' rings were determined on few.
 * Where errors lie (of the fit before AIConfigurator's sweeps), mean with sign / mean without, %, latency (up to 1.5
   times a sweep's least time), between, and from 70 % of its best rate on:
 

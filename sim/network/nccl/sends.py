@@ -44,12 +44,10 @@ def _send(site: Site, protocol: str) -> Candidate:
     hop = site.step_us(protocol) if near else figures[f"p2p_net_us.{site.fabric}"] + site.fabric_us()
     cap = site.inside_bps("one_way" if place.size == 2 else "one") if near else _INFINITE
     loads, channels = shift_loads(place, site.speeds.p2p), site.pair_channels()
-    begun = near and protocol == "Simple"
-    latency_us = figures["sends_us.all"] if begun else site.base_us(protocol) + hop
-    found = _direct(site, protocol, latency_us, loads, cap, channels, 1)
+    found = _direct(site, protocol, site.base_us(protocol) + hop, loads, cap, channels, 1)
     # One way a link carries more than at a ring's rate, by which its capacity is counted.
     alone = min(1.0, site.inside_bps() / cap) if near and place.size == 2 else 1.0
-    ahead = Ahead(0.0 if begun else hop * _US, channels * _BUFFER_BYTES, channels * site.channel_bps("Simple"))
+    ahead = Ahead(hop * _US, channels * _BUFFER_BYTES, channels * site.channel_bps("Simple"))
     return replace(found, factor=found.factor * alone, copies=(0.0, 0.0) if near else _copies(site, 1, 1),
                    ahead=ahead if near and (site.reads() or protocol == "LL") else None)
 
@@ -69,7 +67,7 @@ def _exchange(site: Site, protocol: str) -> Candidate:
         peer_us = figures[f"p2p_net_us.{site.fabric}"]
         latency = max(latency, site.fabric_us() + max(site.base_us("Simple") + peer_us, remote * peer_us))
     elif protocol == "Simple":
-        latency = figures["sends_us.all"] + (rounds - 1) * site.step_us(protocol)
+        latency = figures["exchange_us.all"] + (rounds - 1) * site.step_us(protocol)
     share = (place.per_node - 1) / place.size
     cap = site.inside_bps("all") / share if share > 0 else _INFINITE
     found = _direct(site, protocol, latency, exchange_loads(place, site.speeds.p2p), cap,

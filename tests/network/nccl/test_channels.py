@@ -165,7 +165,7 @@ def test_a_sender_is_through_when_its_buffers_hold_all(machines: Machines) -> No
     ranks = np.arange(2, dtype=np.int64)[None, :]
     way_, rate = next((c, r) for c, r in net.options("send", net.placement(ranks)) if c.protocol == "Simple")
     size = 16 << 20
-    assert way_.sender_s(size, rate) == pytest.approx(F["sends_us.all"] * 1e-6 + size / (16 * 24e9))
+    assert way_.sender_s(size, rate) == pytest.approx(F["base_us.Simple.ampere"] * 1e-6 + size / (16 * 24e9))
     beyond = way_.sender_s(128 << 20, rate) - way_.sender_s(64 << 20, rate)
     assert beyond == pytest.approx((64 << 20) / rate)
     assert way_.sender_s(size, rate) < way_.latency_at(size, rate) + size / rate
