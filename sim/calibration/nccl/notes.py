@@ -100,9 +100,9 @@ from the others; what belongs to a fabric stays with the fabric.
   recalled): taken to be a floor before, they had made NVLink SHARP's start twice as long.
 * A100's rings in Simple are not settled: 16 us of start, 9.6 a step and 5.7 a slice, or 26, 7.5 and 4.3. The latter is
   what is found where lone sends start as an all-to-all does (14 us, not the ring's start): sites of A100 and the 90th
-  percentile of one node left out are then better (26.7 to 24.5 %; a sender's kernel 33 to 19), but ZeRO-3's gathers over many
-  nodes become 10 % faster and its published steps worse (deepspeed_azure 6.4 to 7.6 %, sc21_paper 5.4 to 6.0). Left off:
-  the slices of nodes' rings were determined on few.
+  percentile of one node left out are then better (26.7 to 24.5 %; a sender's kernel 33 to 19), but ZeRO-3's gathers
+  over many nodes become 10 % faster and its published steps worse (deepspeed_azure 6.4 to 7.6 %, sc21_paper 5.4 to
+  6.0). Left off: few sweeps determine the slices of many nodes' rings.
 * Where errors lie (of the fit before AIConfigurator's sweeps), mean with sign / mean without, %, latency (up to 1.5
   times a sweep's least time), between, and from 70 % of its best rate on:
 
