@@ -1,4 +1,4 @@
-"""`python -m sim.calibration.fit_nccl`: fits `sim/network/figures.yaml` to the sweeps of `data/collectives.yaml`.
+"""`python -m sim.calibration.fit_nccl`: fits `sim/network/figures.yaml` to the sweeps of `data/collectives*.yaml`.
 
 Every figure starts at the value NCCL's tuner or a datasheet gives (`data/nccl_priors.yaml`) and moves only as far as
 the sweeps ask. With `--check`, whole sites are left out in turn and predicted from the others.
@@ -23,7 +23,7 @@ _HEAD = f"""# Measured figures of links, fabrics and NCCL's protocols; what each
 # {_BY}
 """
 _ORIGINS_HEAD = f"""# Where the figures of figures.yaml come from. {_BY}
-# prior: where the fit began, and its source; sites: clusters of sim/calibration/data/collectives.yaml whose sweeps the
+# prior: where the fit began, and its source; sites: clusters of sim/calibration/data/collectives*.yaml whose sweeps the
 # figure moves; confidence: high from 3 sites on, medium from 1, low without data (the family's shift of its prior).
 """
 

@@ -1,8 +1,10 @@
 """How a benchmark measured a collective: what the host of the harness adds, which no training step would see.
 
 nccl-tests and its like issue calls back to back and divide by their number, so a small call costs whatever the host
-needs to issue it when that is longer than the collective itself. On one node the usual command is one process that
-drives all GPUs (`-g 8`, nccl-tests README), which launches on them in turn; several nodes need one process per GPU.
+needs to issue it when that is longer than the collective itself; all_reduce_bench.py (stas00/ml-engineering, recalled)
+brackets every call with events after a barrier, so that its issue comes on top. On one node the usual command is one
+process that drives all GPUs (`-g 8`, nccl-tests README), which launches on them in turn; several nodes need one process
+per GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class Harness:
 
     Attributes:
         processes: `gpu` (one per GPU) or `one` (a single process drives all GPUs of the node).
-        timing: `call` (mean of calls issued back to back) or `kernel` (duration of the kernel alone).
+        timing: `call` (mean of calls issued back to back), `kernel` (duration of the kernel alone) or `event` (each
+            call between two events, issued when the last is through, so that its host's time adds to it).
         per_channel: one launch for all GPUs of a process, each channel set up by the host (NCCL of 2021 and before).
     """
 
@@ -40,7 +43,7 @@ class Harness:
 
     def floor_s(self, kind: str, ranks: int, channels: int = 1, figures: Figures | None = None) -> float:
         """Least time per call the host allows: one launch per GPU it drives, more for a group of sends, seconds."""
-        if self.processes == "gpu" or self.timing == "kernel":
+        if self.processes == "gpu" or self.timing in ("kernel", "event"):
             return 0.0
         figures = figures or Figures()
         each = figures["host_grouped_us.all" if self.per_channel else "host_us.call"]
@@ -50,6 +53,10 @@ class Harness:
         elif self.per_channel:
             each += channels * figures["host_part_us.channel"]
         return ranks * each * 1e-6
+
+    def adds_s(self, figures: Figures) -> float:
+        """What the host adds to every call, seconds: between events the GPU waits for its launch."""
+        return figures["host_event_us.call"] * 1e-6 if self.timing == "event" else 0.0
 
 
 def harness_of(sweep: Mapping[str, Any], generation: str = "") -> Harness:

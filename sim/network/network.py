@@ -190,9 +190,9 @@ def allowed(kind: str, site: Site, nccl: Mapping[str, Any]) -> list[Candidate]:
 
 
 def release(nccl: Mapping[str, Any]) -> tuple[int, ...]:
-    """NCCL's (major, minor) of its `version`, that of today where it is not told."""
-    told = re.match(r"\s*v?(\d+)\.(\d+)", str(nccl.get("version") or ""))
-    return (int(told[1]), int(told[2])) if told else TODAY
+    """NCCL's (major, minor, patch if told) of its `version`, that of today where it is not told."""
+    told = re.match(r"\s*v?(\d+)\.(\d+)(?:\.(\d+))?", str(nccl.get("version") or ""))
+    return tuple(int(part) for part in told.groups() if part is not None) if told else TODAY
 
 
 def choose(options: Sequence[tuple[Candidate, float]], size_bytes: int) -> tuple[Candidate, float]:

@@ -15,7 +15,7 @@ from sim.network.figures import catalogue
 
 Floats = npt.NDArray[np.float64]
 #: Families whose figures are shares of a nominal rate and cannot pass 1.
-_SHARES = ("link_share", "pcie_share", "pair_share", "one_way_share", "fabric_share", "ll128_share", "nvls_share",
+_SHARES = ("link_share", "pcie_share", "send_share", "one_way_share", "fabric_share", "ll128_share", "nvls_share",
            "nvls_tree_share", "tree_share")
 
 

@@ -29,9 +29,13 @@ def residuals(sweeps: Sequence[Sweep]) -> Floats:
 
 
 def weights(sweeps: Sequence[Sweep]) -> Floats:
-    """Of each row: every sweep counts the same whatever its rows, a site of many sweeps as the root of their number."""
+    """Of each row: every sweep counts the same whatever its rows, a site of many sweeps as the root of their number,
+    sites that one source measured alike as the root of theirs."""
     per_site = Counter(sweep.site for sweep in sweeps)
-    return np.concatenate([np.full(int(s.fitted.sum()), 1.0 / max(1, s.fitted.sum()) / per_site[s.site] ** 0.5)
+    series = {sweep.site: sweep.series or sweep.site for sweep in sweeps}
+    per_series = Counter(series.values())
+    alike = {site: per_site[site] * per_series[name] for site, name in series.items()}
+    return np.concatenate([np.full(int(s.fitted.sum()), 1.0 / max(1, s.fitted.sum()) / alike[s.site] ** 0.5)
                            for s in sweeps])
 
 

@@ -21,6 +21,8 @@ Floats = npt.NDArray[np.float64]
 #: Sizes below this are not counted: some clocks resolve no more (issue 4).
 LEAST_BYTES = 1024
 _KIND = {"send_recv": "send"}
+#: Files of measured sweeps in `calibration/data`.
+_FILES = ("collectives", "collectives_aic", "collectives_peers")
 
 
 @dataclass(slots=True)
@@ -31,6 +33,7 @@ class Sweep:
         id, site, kind: name, cluster it was measured on, a name of `sim.work.COLLECTIVES`.
         nodes, ranks: of the communicator, which is the first ranks of the machine.
         sizes, measured_us: shape (rows,).
+        series: whoever measured several sites alike, "" for a site of its own.
         noisy_below: bytes below which the source calls its rows noise; noise_waits: that noise is waiting for late
             ranks, which only adds.
         choices: NCCL's algorithm and protocol of each row, as an index into `options()`.
@@ -48,6 +51,7 @@ class Sweep:
     members: npt.NDArray[np.int64]
     noisy_below: int = 0
     noise_waits: bool = False
+    series: str = ""
     choices: list[int] = field(default_factory=list)
 
     @property
@@ -83,7 +87,7 @@ class Sweep:
                     time = way.sender_s(size, rate)
                 floor = self.harness.floor_s(self.kind, self.ranks, way.open_channels(size),
                                              self.network.topology.figures)
-                time = max(time, floor)
+                time = max(time, floor) + self.harness.adds_s(self.network.topology.figures)
             times.append(time)
         return np.array(times) * 1e6
 
@@ -147,19 +151,20 @@ def sweep_of(entry: Mapping[str, Any], mapping: Mapping[str, Any] | None = None)
     topology = Topology.from_mapping(mapping)
     said = {**entry, "nodes": nodes}
     network = Network(topology, nodes, per_node, nccl={
-        "version": nccl_version(said, topology.generation), "algorithm": entry.get("algorithm")})
+        "version": nccl_version(said, topology.generation), "algorithm": entry.get("algorithm")},
+        peer_sums=entry.get("kernel") == "peers")
     return Sweep(
         id=str(entry["id"]), site=str(entry.get("site", entry["id"])), kind=_KIND.get(entry["op"], entry["op"]),
         nodes=-(-ranks // per_node), ranks=ranks, sizes=[int(row[0]) for row in rows],
         measured_us=np.array([float(row[1]) for row in rows]),
         network=network, harness=harness_of(said, topology.generation),
         members=np.arange(ranks, dtype=np.int64).reshape(1, -1), noisy_below=int(entry.get("noisy_below", 0)),
-        noise_waits=bool(entry.get("noise_waits", False)))
+        noise_waits=bool(entry.get("noise_waits", False)), series=str(entry.get("series", "")))
 
 
 def load() -> list[Sweep]:
     """The project's own sweeps."""
-    return [sweep_of(entry) for entry in table("calibration/data/collectives.yaml")["sweeps"]]
+    return [sweep_of(entry) for name in _FILES for entry in table(f"calibration/data/{name}.yaml")["sweeps"]]
 
 
 def summary(sweeps: Iterable[Sweep]) -> dict[str, tuple[int, float, float]]:

@@ -62,6 +62,9 @@ class Slices:
         overhead_s: of a rank per slice: waiting, flags, fences; step_s: from a slice's start at one rank to that at the
             next, beyond its bytes, as a mean over the ring's edges.
         crossing: share of edges whose slices pass a NIC's buffers, which holds them once more.
+        last_s: per byte of a call on one node, of the pass that follows a rank's last send: it copies what came last
+            out of its buffer, or sums it there, while its link idles (nccl src/device/all_gather.h, reduce_scatter.h,
+            all_reduce.h: n steps where n - 1 send).
         least_bytes: of a slice that is followed by another.
     """
 
@@ -70,6 +73,7 @@ class Slices:
     overhead_s: float
     step_s: float
     crossing: float
+    last_s: float = 0.0
     least_bytes: int = LEAST_SLICE
 
     def beyond_s(self, size_bytes: float, moving_s: float) -> float:
@@ -78,7 +82,8 @@ class Slices:
         rounds = self.steps * max(1.0, chunk / _CHUNK_BYTES)
         slices = min(2.0, max(1.0, chunk / self.least_bytes))
         slice_s = moving_s / rounds / slices
-        return rounds * max(slices * self.overhead_s, self.step_s + (1.0 + self.crossing - slices) * slice_s)
+        beyond = rounds * max(slices * self.overhead_s, self.step_s + (1.0 + self.crossing - slices) * slice_s)
+        return beyond + size_bytes * self.last_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +151,7 @@ class Candidate:
         slices: of a Simple ring; chunks: of a tree; first_bytes: of a call, what one channel's threads take at once,
             within the steps; ahead: of a lone send whose receiver fetches it; copies: of small sends that the fabric's
             provider copies out of the GPU, as (up to this size of the call, seconds); last_bytes: of a call, what
-            receivers still copy out of their buffers when all has arrived.
+            receivers still copy out of their buffers when all has arrived; last_bps: so fast.
         floors: least time over a fabric whose edges pass one message at a time, as (from this size on, seconds),
             largest size first.
         loads: per byte of the call; factor: multiplies every load; cap_bps; channels; hbm: as in `Coflow`.
@@ -171,6 +176,7 @@ class Candidate:
     ahead: Ahead | None = None
     copies: tuple[float, float] = (0.0, 0.0)
     last_bytes: float = 0.0
+    last_bps: float = 1.0
     chunks: Chunks | None = None
 
     def open_channels(self, size_bytes: float) -> int:
@@ -187,7 +193,7 @@ class Candidate:
         moving = size_bytes / rate_bps
         r = min(1.0, sqrt(size_bytes / self.ramp_bytes))
         time = self.latency_s + self.ramp_s * r * (2.0 - r) + (self.copies[1] if size_bytes <= self.copies[0] else 0.0)
-        time += min(size_bytes, self.last_bytes) / rate_bps
+        time += min(size_bytes, self.last_bytes) / self.last_bps
         if self.slices:
             time += self.slices.beyond_s(size_bytes, moving)
         each = size_bytes / min(max(1.0, size_bytes / self.opens_bytes), self.channels)

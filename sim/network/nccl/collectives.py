@@ -117,21 +117,23 @@ def _ring(kind: str, site: Site, protocol: str) -> Candidate:
     volume = 1.0 if rooted else steps / n
     # Round a ring the slowest chunk crosses between nodes once for each of them and pass; from a root, to all others.
     hops = 0 if nodes == 1 else min(steps, passes * nodes - rooted)
-    figures, channels = site.figures, site.channel_count()
+    channels = site.channel_count()
     walk = (steps - hops) * site.step_us(protocol) + hops * _outside_us(site, protocol)
     cap = _INFINITE
     if site.place.per_node > 1:
-        cap = site.inside_bps("ring" if n == 2 else "")
+        cap = site.inside_bps()
         if nodes > 1:
             cap *= site.place.per_node / (site.place.per_node - 1)
     cap = _protocol_cap(site, protocol, cap)
     slices = None
     if protocol == "Simple" and not rooted:
         least, each_us = LEAST_SLICE if site.version >= _HALF_SLICES else WHOLE_SLICE, walk / steps
-        slices, walk = Slices(steps, n * channels, _pace_s(site, protocol), each_us * _US, hops / steps, least), 0.0
+        last_s = 1 / (n * channels * site.pass_bps()) if nodes == 1 and site.wide() else 0.0
+        slices = Slices(steps, n * channels, _pace_s(site, protocol), each_us * _US, hops / steps, last_s, least)
+        walk = 0.0
     opens_bytes = float(OPENS[protocol] * (n if protocol == "LL" else 1))
     return Candidate(
-        "Ring", protocol, judge(kind, "Ring", protocol, site), (figures[f"base_us.{protocol}"] + walk) * _US,
+        "Ring", protocol, judge(kind, "Ring", protocol, site), (site.base_us(protocol) + walk) * _US,
         0.0, 1.0, opens_bytes, site.channel_bps(protocol) / volume,
         () if rooted else _messages(site, protocol, steps, opens_bytes), ring_loads(site.place, channels),
         volume * WIRE[protocol], cap / volume, channels, 3 * volume, slices,
@@ -144,7 +146,7 @@ def _tree(site: Site, protocol: str) -> Candidate:
     outside = _outside_us(site, protocol, tree=True)
     walk = 2 * ((place.per_node - 1) * site.step_us(protocol) + log2(place.nodes) * outside)
     channels = site.channel_count()
-    cap = site.inside_bps("ring" if place.per_node == 2 else "") if place.per_node > 1 else _INFINITE
+    cap = site.inside_bps() if place.per_node > 1 else _INFINITE
     channel_bps = site.channel_bps(protocol, "tree") / 2
     # One tree goes up where the other comes down: half of a NIC's channels are on the way at once.
     own_s = 1 / (site.proxied_ll_bps() if protocol == "LL" else channel_bps)
@@ -159,7 +161,7 @@ def _tree(site: Site, protocol: str) -> Candidate:
         streams = staged_channels(int(place.groups.max()), place.per_node) / 2
         cap = min(cap, streams * site.speeds.stage / (crossing * WIRE[protocol]))
     return Candidate(
-        "Tree", protocol, judge("all_reduce", "Tree", protocol, site), (figures[f"base_us.{protocol}"] + walk) * _US,
+        "Tree", protocol, judge("all_reduce", "Tree", protocol, site), (site.base_us(protocol) + walk) * _US,
         0.0, 1.0, OPENS[protocol], channel_bps, (),
         tree_loads(place, 2.0, crossing / figures["tree_share.all"], channels),
         WIRE[protocol], cap, channels, 6.0, chunks=chunks)
@@ -188,7 +190,7 @@ def _crossing_s(site: Site, channels: float) -> float:
 
 def _pace_s(site: Site, protocol: str) -> float:
     """What a rank spends on a slice or chunk of Simple beside its bytes, seconds; in LL nothing is waited for."""
-    return site.figures["slice_share.all"] * site.step_us(protocol) * _US if protocol == "Simple" else 0.0
+    return site.slice_us() * _US if protocol == "Simple" else 0.0
 
 
 def _multicast(site: Site) -> Candidate:
@@ -212,7 +214,7 @@ def _multicast(site: Site) -> Candidate:
         chunks = Chunks(most, ((4.0, 65536.0), (1.0, 32768.0)), heads, path_s, own_s, _pace_s(site, "Simple"),
                         outside * _US / _SLOTS)
     return Candidate(
-        name, "Simple", judge("all_reduce", name, "Simple", site), (figures["base_us.Simple"] + walk) * _US, ramp * _US,
+        name, "Simple", judge("all_reduce", name, "Simple", site), (site.base_us("Simple") + walk) * _US, ramp * _US,
         figures["ramp_bytes.nvls"] * channels, 1.0, channel_bps, (),
         multicast_loads(place, 0.0 if one else 1.0 if place.nodes == 2 else 2.0, channels), 1.0,
         min(inside_bps, channels * channel_bps), channels, 2.0 + 2.0 / place.per_node, chunks=chunks)

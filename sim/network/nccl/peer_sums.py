@@ -21,6 +21,7 @@ _ONE_SHOT_BYTES = {2: MOST_BYTES, 4: (512 << 10) - 1, 8: (256 << 10) - 1}
 #: Thread blocks of the kernel (vLLM: 36).
 _BLOCKS = 36
 _INFINITE = float("inf")
+_GB = 1e9
 
 
 def able(site: Site) -> bool:
@@ -33,17 +34,19 @@ def able(site: Site) -> bool:
 def peer_sums(site: Site) -> Iterator[Candidate]:
     """Both ways, which an engine takes by size alone, whatever NCCL would.
 
-    Either is a kernel that starts (as one of NCCL's in LL) and flags that go to all peers at once: before what they
-    hold is read, and after; in two shots between the slices too. A flag takes what a step of a ring in LL does.
+    Either is a kernel that starts, waits for its peers' flags, loads from all of them at once and tells them so. In two
+    shots the slices' sums then come from one peer after another, each a trip over the links there and back. What the
+    blocks have in flight to one peer bounds what they read of it.
     """
-    size, figures = site.place.size, site.figures
+    size, links = site.place.size, site.inside_bps()
     one_shot = next(most for ranks, most in _ONE_SHOT_BYTES.items() if size <= ranks)
-    flag_us = site.step_us("LL")
-    for name, flags, volume, hbm, order, most in (
-            ("OneShot", 2, size - 1.0, size + 1.0, 1.0, one_shot),
-            ("TwoShot", 3, 2.0 * (size - 1) / size, 4.0, 2.0, MOST_BYTES)):
+    start_us, trip_us, peer_bps = site.own("peer_start_us"), site.own("peer_trip_us"), site.own("peer_gbps") * _GB
+    all_bps, others = min(links, (size - 1) * peer_bps), size - 1.0
+    for name, latency_us, volume, byte_s, hbm, order, most in (
+            ("OneShot", start_us, others, others / all_bps, size + 1.0, 1.0, one_shot),
+            ("TwoShot", start_us + others * trip_us, 2 * others / size,
+             others / size * (1 / all_bps + 1 / min(links, peer_bps)), 4.0, 2.0, MOST_BYTES)):
         # chosen wherever it may be: NCCL's own estimates are all above a thousandth of a microsecond
         chosen = Judgement(order * 1e-4, _INFINITE, plateau=_INFINITE, plateau_bytes=most + 1.0)
-        yield Candidate(
-            name, "peers", chosen, (figures["base_us.LL"] + flags * flag_us) * 1e-6, 0.0, 1.0, 1.0, _INFINITE, (),
-            ring_loads(site.place), volume, site.inside_bps() / volume, _BLOCKS, hbm)
+        yield Candidate(name, "peers", chosen, latency_us * 1e-6, 0.0, 1.0, 1.0, _INFINITE, (), ring_loads(site.place),
+                        volume, 1 / byte_s, _BLOCKS, hbm)

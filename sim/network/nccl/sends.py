@@ -40,37 +40,43 @@ def _send(site: Site, protocol: str) -> Candidate:
     place, near = site.place, site.place.nodes == 1
     figures = site.figures
     hop = site.step_us(protocol) if near else figures[f"p2p_net_us.{site.fabric}"] + site.fabric_us()
-    cap = site.inside_bps("one_way" if place.size == 2 else "send") if near else _INFINITE
+    cap = site.inside_bps("one_way" if place.size == 2 else "one") if near else _INFINITE
     loads, channels = shift_loads(place, site.speeds.p2p), site.pair_channels()
-    found = _direct(site, protocol, figures[f"base_us.{protocol}"] + hop, loads, cap, channels, 1)
+    found = _direct(site, protocol, site.base_us(protocol) + hop, loads, cap, channels, 1)
     # One way a link carries more than at a ring's rate, by which its capacity is counted.
     alone = min(1.0, site.inside_bps() / cap) if near and place.size == 2 else 1.0
-    ahead = Ahead(hop * _US, channels * _BUFFER_BYTES, channels * site.channel_bps("Simple")) if near else None
-    return replace(found, factor=found.factor * alone, ahead=ahead if site.reads() or protocol == "LL" else None,
-                   copies=(0.0, 0.0) if near else _copies(site, 1, 1))
+    ahead = Ahead(hop * _US, channels * _BUFFER_BYTES, channels * site.channel_bps("Simple"))
+    return replace(found, factor=found.factor * alone, copies=(0.0, 0.0) if near else _copies(site, 1, 1),
+                   ahead=ahead if near and (site.reads() or protocol == "LL") else None)
 
 
 def _exchange(site: Site, protocol: str) -> Candidate:
-    """Grouped sends to every other rank: those of the node at once, as far as channels have warps for them, in steps as
-    of a ring (nccl src/device/sendrecv.h; src/enqueue.cc, ncclAddWorkBatchToPlan); beside them those behind the NICs,
-    one after another as the proxy comes to them, which starts when the kernel does, in Simple whatever those of the
-    node take. Inside one node every peer has its share of the channels (src/enqueue.cc, scheduleP2pTasksToPlan), each a
-    chunk behind."""
+    """Grouped sends to every other rank: those of the node at once, as far as channels have warps for them, in LL in
+    steps as of a ring, in Simple with a start of their own (nccl src/device/sendrecv.h; src/enqueue.cc,
+    ncclAddWorkBatchToPlan); beside them those behind the NICs, one after another as the proxy comes to them, which
+    starts when the kernel does, in Simple whatever those of the node take. Inside one node every peer has its share of
+    the channels (src/enqueue.cc, scheduleP2pTasksToPlan), each a chunk behind."""
     place, figures = site.place, site.figures
     remote = place.size - place.per_node
     rounds = -(-(place.per_node - 1) // (_PEERS_AT_ONCE * site.channel_count()))
     crossing = "Simple" if remote else protocol
-    latency = figures[f"base_us.{crossing}"] + rounds * site.step_us(protocol)
+    latency = site.base_us(crossing) + rounds * site.step_us(protocol)
     if remote:
         peer_us = figures[f"p2p_net_us.{site.fabric}"]
-        latency = max(latency, site.fabric_us() + max(figures["base_us.Simple"] + peer_us, remote * peer_us))
+        latency = max(latency, site.fabric_us() + max(site.base_us("Simple") + peer_us, remote * peer_us))
+    elif protocol == "Simple":
+        latency = figures["exchange_us.all"] + (rounds - 1) * site.step_us(protocol)
     share = (place.per_node - 1) / place.size
-    cap = site.inside_bps() / share if share > 0 else _INFINITE
+    cap = site.inside_bps("all") / share if share > 0 else _INFINITE
     found = _direct(site, protocol, latency, exchange_loads(place, site.speeds.p2p), cap,
                     site.channel_count(), place.size)
     if not remote:
         each = min(site.pair_channels(), max(1, power_of_two(site.channel_count()) // place.size))
-        return replace(found, last_bytes=float(place.size * each * _SEND_CHUNK[site.intra_link()]))
+        # half of a block's warps send, its own rank's part included, the others receive
+        blocks_bps = min(place.size * each, power_of_two(site.channel_count())) * site.pass_bps() / 2
+        most_bps = blocks_bps / WIRE[protocol] if site.wide() else _INFINITE
+        return replace(found, cap_bps=min(found.cap_bps, most_bps), last_bps=blocks_bps,
+                       last_bytes=float(place.size * each * _SEND_CHUNK[site.intra_link()]))
     copies = _copies(site, remote, place.size)
     return replace(found, factor=1.0, cap_bps=cap, opens_bytes=OPENS[crossing], copies=copies)
 
@@ -101,7 +107,7 @@ def _pushed(site: Site, kernels: Pushing) -> Candidate:
         latency = figures["start_us"] + figures["double_us"] * math.log2(place.nodes)
     else:
         step = site.figures[f"p2p_net_us.{site.fabric}"] + site.fabric_us() if crosses else site.step_us("LL")
-        latency = site.figures["base_us.Simple"] + 2 * step
+        latency = site.base_us("Simple") + 2 * step
     share = (place.per_node - 1) / place.size
     cap = site.inside_bps() / share if share > 0 else _INFINITE
     if "gpu_copy" in figures:

@@ -21,8 +21,10 @@ _READING = 80
 TODAY = (2, 30)
 #: Release from which a plugin may bring a tuner (ncclTunerPlugin_v2; a log of AWS's beside NCCL 2.20.3).
 _TUNER_PLUGIN = (2, 19)
-#: Links to one peer from which a pair of GPUs no longer fills them all (pair_share); the one or two of a V100 it does.
+#: Links to one peer from which a pair of GPUs no longer fills them all; the one or two of a V100 it does.
 _WIDE_PAIR = 4
+#: Compute capability (times ten) of GPUs whose writes over NVLink take as a step of theirs what Blackwell's do.
+_BLACKWELL = 100
 #: Channels of a send over PCIe (ncclTopoGetNchannels, src/graph/paths.cc).
 _PCIE_CHANNELS = 2
 #: Most channels of a send (NCCL logs of 8 A100 and 8 H100: "32 p2p channels per peer"; unverified), and what NCCL
@@ -47,7 +49,7 @@ class Site:
         judged: speeds NCCL judges by: the topology's own, whatever bandwidth the user puts in their place. So a what-if
             of faster links keeps the choices and can never come out slower.
         channels: forced by the user, None for NCCL's own count.
-        version: NCCL's, (major, minor).
+        version: NCCL's, (major, minor) and patch if told.
         one_sided: what all-to-alls are where they are not NCCL's grouped sends.
         peer_sums: small all-reduces are kernels that read their peers' memory, where NVLink joins all.
     """
@@ -68,8 +70,10 @@ class Site:
         return self.topology.inter.fabric
 
     def table(self, name: str) -> float:
-        """A figure of NCCL's tuner for this GPU generation, by node count (1, 2, more) where it is a list."""
-        value: Any = facts()["generations"][self.topology.generation][name]
+        """A figure of NCCL's tuner for this GPU generation, by node count (1, 2, more) where it is a list; that of the
+        release where it had another (`tables` of tuner.yaml)."""
+        generation = self.topology.generation
+        value: Any = self.era("tables").get(name, {}).get(generation, facts()["generations"][generation][name])
         return float(value[min(self.place.nodes, 3) - 1] if isinstance(value, list) else value)
 
     def own(self, name: str) -> float:
@@ -105,25 +109,44 @@ class Site:
         """What one GPU can send to its peers in Simple, bytes/s: its rings in a mesh, all its links on a switch.
 
         Args:
-            peer: where only one peer is written to, `ring`, `send` (while receiving) or `one_way`; "" otherwise.
+            peer: of sends, to `one` peer (while receiving), `one_way`, or to `all` of a node; "" otherwise.
         """
         if self.intra_link() == "pcie":
             return self.speeds.pcie
         rings = self.place.rings
         whole = self.speeds.link * rings if rings > 0 else self.speeds.gpu
-        if not peer or 0 <= rings < _WIDE_PAIR:
+        if not peer or not self.wide() or (peer == "all" and rings > 0):
             return whole
         if peer == "one_way":
             return whole * self.figures["one_way_share.all"] / self.figures[f"link_share.{self.topology.intra.link}"]
-        return whole * self.figures[f"pair_share.{peer}"]
+        return whole * self.figures[f"send_share.{peer}"]
+
+    def wide(self) -> bool:
+        """Whether a GPU has so many links to a peer that its thread blocks are busy all the while."""
+        return self.intra_link() == "nvlink" and not 0 <= self.place.rings < _WIDE_PAIR
 
     def step_us(self, protocol: str) -> float:
         """One step between GPUs of a node, us."""
         if self.intra_link() == "pcie":
             return self.figures[f"step_us.pcie.{protocol}"]
-        if protocol == "Simple":
-            return self.figures["step_us.nvlink.read.all" if self.reads() else "step_us.nvlink.Simple.write"]
-        return self.own(f"step_us.nvlink.{protocol}")
+        return self.figures[f"step_us.nvlink.Simple.{self._way()}"] if protocol == "Simple" else self.own(
+            f"step_us.nvlink.{protocol}")
+
+    def slice_us(self) -> float:
+        """What a rank spends on a slice or chunk in Simple beside its bytes, us."""
+        return self.figures[f"slice_us.{'pcie' if self.intra_link() == 'pcie' else self._way()}"]
+
+    def _way(self) -> str:
+        """How a GPU of the node hands slices to the next in Simple: the member of figures that are told by it."""
+        return "read" if self.reads() else "blackwell" if self.capability() >= _BLACKWELL else "write"
+
+    def base_us(self, protocol: str) -> float:
+        """Launch and first synchronisation of a collective, us."""
+        return self.own(f"base_us.{protocol}")
+
+    def pass_bps(self) -> float:
+        """What one channel's thread block copies or sums within its GPU's memory, bytes/s."""
+        return self.own("pass_gbps") * _GB
 
     def era(self, name: str) -> Any:
         """A figure of the tuner of NCCL's release (`tuner.yaml`, `eras`)."""

@@ -54,7 +54,7 @@ def test_small_calls_hold_few_sms(machines: Machines, size: int, protocol: str, 
 
 
 @pytest.mark.parametrize(("machine", "gbps"), [("dgx-a100", 24.0), ("dgx-h100", 38.7)])
-@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
 def test_one_channel_is_one_thread_block(machines: Machines, machine: str, gbps: float, kind: str) -> None:
     """Forced to one, then two, channels: bus bandwidth of one block each, whatever the links could carry."""
     volume = (2 if kind == "all_reduce" else 1) * 7 / 8
@@ -129,9 +129,18 @@ def test_small_sends_inside_a_node_go_in_ll(machines: Machines) -> None:
     protocols = [flow_of(mapping, "all_to_all", size)[0].protocol for size in (8 * 16384, 8 * 16384 + 8)]
     assert protocols == ["LL", "Simple"]
     assert flow_of(mapping, "send", 1024, 2, 16)[0].protocol == "Simple"
-    start_us = F["base_us.LL"] + F["step_us.nvlink.LL.ampere"]
+    start_us = F["base_us.LL.ampere"] + F["step_us.nvlink.LL.ampere"]
     flow, _ = flow_of(mapping, "send", 4, ranks=2)
     assert flow.latency_s * 1e6 == pytest.approx(start_us, rel=0.01)
+
+
+@pytest.mark.parametrize("machine", ["dgx-a100", "dgx-h100"])
+def test_half_a_block_sends_to_all(machines: Machines, machine: str) -> None:
+    """An all-to-all over one channel, then two: the other half of its warps receives, and an eighth stays at home."""
+    own = F[f"pass_gbps.{'ampere' if machine == 'dgx-a100' else 'hopper'}"]
+    for channels in (1, 2):
+        _, rate = flow_of(machines[machine], "all_to_all", GIB, channels=channels)
+        assert rate == pytest.approx(channels * own / 2 * 1e9)
 
 
 @pytest.mark.parametrize(("ranks", "lower", "upper"), [(4, 4, 6), (7, 8, 12), (8, 12, 16)])
@@ -156,7 +165,7 @@ def test_a_sender_is_through_when_its_buffers_hold_all(machines: Machines) -> No
     ranks = np.arange(2, dtype=np.int64)[None, :]
     way_, rate = next((c, r) for c, r in net.options("send", net.placement(ranks)) if c.protocol == "Simple")
     size = 16 << 20
-    assert way_.sender_s(size, rate) == pytest.approx(F["base_us.Simple"] * 1e-6 + size / (16 * 24e9))
+    assert way_.sender_s(size, rate) == pytest.approx(F["base_us.Simple.ampere"] * 1e-6 + size / (16 * 24e9))
     beyond = way_.sender_s(128 << 20, rate) - way_.sender_s(64 << 20, rate)
     assert beyond == pytest.approx((64 << 20) / rate)
     assert way_.sender_s(size, rate) < way_.latency_at(size, rate) + size / rate

@@ -54,8 +54,9 @@ def test_ring_on_one_switch(machines: Machines, kind: str, passes: int) -> None:
     bus = 300e9 * F["link_share.nvlink3"]
     assert rate(flow, net) == pytest.approx(bus / (passes * 7 / 8))
     slices = passes * 7 * 8 * GIB / (8 * 24) / (1 << 20)  # of 1 MiB, which 24 channels of each rank pass on
-    slice_us = F["slice_share.all"] * F["step_us.nvlink.read.all"]
-    assert flow.latency_s * 1e6 == pytest.approx(F["base_us.Simple"] + slices * slice_us)
+    slice_us = F["slice_us.read"]
+    last_us = GIB / (24 * F["pass_gbps.ampere"] * 1e3)  # of its own eighth, by 24 blocks, when all has been sent
+    assert flow.latency_s * 1e6 == pytest.approx(F["base_us.Simple.ampere"] + slices * slice_us + last_us)
     assert set(flow.links) == {(f"gpu_{way}", i) for way in ("out", "in") for i in range(8)}
 
 
@@ -70,7 +71,7 @@ def test_ring_across_nodes(machines: Machines) -> None:
     assert rate(flow, net) == pytest.approx(8 * NIC / (15 / 16))
     small = net.coflow("all_gather", 16 << 10, world(16))  # one slice of 64 bytes a step: nothing to overlap
     hop_us = F["hop_us.Simple"] + F["fabric_us.infiniband"] + F["flush_us.verbs"]
-    expected = F["base_us.Simple"] + 13 * F["step_us.nvlink.read.all"] + 2 * hop_us
+    expected = F["base_us.Simple.ampere"] + 13 * F["step_us.nvlink.Simple.read"] + 2 * hop_us
     assert small.latency_s * 1e6 == pytest.approx(expected, rel=0.01)
 
 
@@ -78,11 +79,12 @@ def test_a_lone_send_is_faster_than_one_that_also_receives(machines: Machines) -
     """Two GPUs, one way, against eight that pass on in a circle: the same start, less of the links. Two channels a
     link make 24, hence 32."""
     net = network(machines["dgx-a100"])
-    circle = F["link_share.nvlink3"] * F["pair_share.send"]
+    circle = F["link_share.nvlink3"] * F["send_share.one"]
     for ranks, share in ((2, F["one_way_share.all"]), (8, circle)):
         flow = net.coflow("send", 64 * GIB, world(ranks))
         assert rate(flow, net) == pytest.approx(300e9 * share)
-        assert flow.latency_s * 1e6 == pytest.approx(F["base_us.Simple"] + F["step_us.nvlink.read.all"])
+        start_us = F["base_us.Simple.ampere"] + F["step_us.nvlink.Simple.read"]
+        assert flow.latency_s * 1e6 == pytest.approx(start_us)
         assert flow.channels == (16 if ranks == 2 else 32)
     assert F["one_way_share.all"] > F["link_share.nvlink3"] > circle
 
@@ -96,7 +98,7 @@ def test_remote_peers_of_an_exchange_come_one_after_another(machines: Machines) 
     of its node; each message of 256 bytes is sent as it lies in the GPU."""
     net = network(slingshot(machines), nodes=2)
     remote_us = F["fabric_us.slingshot"] + 8 * F["p2p_net_us.slingshot"]
-    assert remote_us > F["base_us.Simple"] + F["p2p_net_us.slingshot"]
+    assert remote_us > F["base_us.Simple.ampere"] + F["p2p_net_us.slingshot"]
     flow = net.coflow("all_to_all", 16 * 256, world(16))
     moving_us = flow.size_bytes / rate(flow, net) * 1e6
     assert flow.latency_s * 1e6 == pytest.approx(remote_us, rel=0.02) and moving_us < 0.25
@@ -129,12 +131,12 @@ def test_a_tuner_of_the_plugin_counts_with_its_own_latency(machines: Machines) -
 
 
 def test_peers_of_a_node_are_served_at_once_a_chunk_behind(machines: Machines) -> None:
-    """Eight A100: one step, whatever the peers, and 4 of 32 channels each, whose last 512 KiB receivers copy again."""
+    """Eight A100: 4 of 32 channels for each peer, half of whose warps receive and copy a last 512 KiB of each again."""
     net = network(machines["dgx-a100"])
-    start_us = F["base_us.Simple"] + F["step_us.nvlink.read.all"]
+    start_us, half_us = F["exchange_us.all"], 1 / (32 * F["pass_gbps.ampere"] / 2 * 1e3)
     for size, behind in ((1 << 20, 1 << 20), (GIB, 8 * 4 * (1 << 19))):
         flow = net.coflow("all_to_all", size, world(8))
-        expected = start_us + behind / rate(flow, net) * 1e6
+        expected = start_us + behind * half_us
         assert flow.latency_s * 1e6 == pytest.approx(expected, rel=0.01)
 
 
@@ -151,10 +153,32 @@ def test_slices_overlap_once_they_outlast_a_step() -> None:
 
 def test_whole_slices_do_not_overlap() -> None:
     """NCCL 2.4: a chunk of 1 MiB is one slice, which moves whole (100 us) before the step's 10 us; 2 MiB are two."""
-    ring = Slices(6, 8.0, 4e-6, 10e-6, 0.0, WHOLE_SLICE)
+    ring = Slices(6, 8.0, 4e-6, 10e-6, 0.0, least_bytes=WHOLE_SLICE)
     assert 6 * 100e-6 + ring.beyond_s(8 << 20, 6 * 100e-6) == pytest.approx(6 * (100e-6 + 10e-6))
     halves = Slices(6, 8.0, 4e-6, 10e-6, 0.0)
     assert ring.beyond_s(16 << 20, 6 * 200e-6) == pytest.approx(halves.beyond_s(16 << 20, 6 * 200e-6))
+
+
+def test_two_gpus_end_with_a_pass_that_their_link_waits_for(machines: Machines) -> None:
+    """Two A100: half of a gather is sent, the other half copied: 24 blocks take as long for it as at any size."""
+    bare = network(machines["dgx-a100"], nccl=SIMPLE)
+    fast = network({**machines["dgx-a100"], "links": {"pass_gbps.ampere": 1e6}}, nccl=SIMPLE)
+    for size in (1 << 20, GIB):
+        more, less = (net.coflow("all_gather", size, world(2)).latency_s for net in (bare, fast))
+        assert more - less == pytest.approx(size / 2 / (24 * F["pass_gbps.ampere"] * 1e9), rel=1e-3)
+    across = [net.coflow("all_gather", GIB, world(16)).latency_s for net in (
+        network(machines["dgx-a100"], nodes=2, nccl=SIMPLE),
+        network({**machines["dgx-a100"], "links": {"pass_gbps.ampere": 1e6}}, nodes=2, nccl=SIMPLE))]
+    assert across[0] == across[1]  # a NIC is slower than its blocks
+
+
+def test_blocks_bound_what_two_gpus_exchange(machines: Machines) -> None:
+    """16 channels for the one peer, half of each block's warps send: less than the links carry; of eight GPUs more."""
+    net = network(machines["dgx-a100"])
+    two, eight = (net.coflow("all_to_all", GIB, world(n)) for n in (2, 8))
+    assert rate(two, net) == pytest.approx(32 * F["pass_gbps.ampere"] / 2 * 1e9)
+    links = 300e9 * F["link_share.nvlink3"] * F["send_share.all"]
+    assert rate(eight, net) == pytest.approx(min(links / (7 / 8), 32 * F["pass_gbps.ampere"] / 2 * 1e9))
 
 
 @given(st.floats(1e3, 1e10), st.floats(1e-7, 1e-2), st.floats(1.0, 3.0))
@@ -393,7 +417,8 @@ def test_more_bandwidth_is_never_slower(machines: Machines, kind: str, exponent:
     assert times[1] <= times[0] * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("told", "found"), [("2.18.3", (2, 18)), ("2.10.3+cuda11.3", (2, 10)), ("v2.19", (2, 19)),
-                                             ("2.26 (of the thread)", (2, 26)), ("newest", (2, 30)), (None, (2, 30))])
-def test_a_release_is_read_off_whatever_names_it(told: str | None, found: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("told", "found"), [
+    ("2.18.3", (2, 18, 3)), ("2.10.3+cuda11.3", (2, 10, 3)), ("v2.19", (2, 19)), ("2.26 (of the thread)", (2, 26)),
+    ("newest", (2, 30)), (None, (2, 30))])
+def test_a_release_is_read_off_whatever_names_it(told: str | None, found: tuple[int, ...]) -> None:
     assert release({"version": told}) == found

@@ -42,23 +42,22 @@ def taken_s(net: Network, size: int, ranks: int) -> float:
 
 
 def test_latency_does_not_grow_with_peers() -> None:
-    """Two steps over NVLink, whatever their number; grouped sends take one, and of 32 channels 4 a peer or the one
-    there must be are a chunk of half a MiB behind."""
+    """Two steps over NVLink, whatever their number; grouped sends have one start, and of 32 channels 4 a peer or the
+    one there must be are a chunk of half a MiB behind, which half of the 32 blocks' warps copy."""
     size = 64 << 20
     few, many = (network(1, 72, True).coflow("all_to_all", size, world(n)).latency_s for n in (8, 64))
-    assert few == many == pytest.approx((F["base_us.Simple"] + 2 * F["step_us.nvlink.LL.blackwell"]) * 1e-6)
+    assert few == many == pytest.approx((F["base_us.Simple.blackwell"] + 2 * F["step_us.nvlink.LL.blackwell"]) * 1e-6)
     for ranks, each in ((8, 4), (64, 1)):
         net = network(1, 72, False)
         flow = net.coflow("all_to_all", size, world(ranks))
-        behind_s = ranks * each * (1 << 19) / fair_share([flow], net.capacity)[0]
-        step_us = F["base_us.Simple"] + F["step_us.nvlink.Simple.write"]
-        assert flow.latency_s == pytest.approx(step_us * 1e-6 + behind_s)
+        behind_s = ranks * each * (1 << 19) / (32 * F["pass_gbps.blackwell"] / 2 * 1e9)
+        assert flow.latency_s == pytest.approx(F["exchange_us.all"] * 1e-6 + behind_s)
 
 
 def test_between_nodes_a_step_is_a_hop() -> None:
     flow = network(4, 8, True).coflow("all_to_all", 64 << 20, world(32))
     hop = F["p2p_net_us.infiniband"] + F["fabric_us.infiniband"]
-    assert flow.latency_s == pytest.approx((F["base_us.Simple"] + 2 * hop) * 1e-6)
+    assert flow.latency_s == pytest.approx((F["base_us.Simple.blackwell"] + 2 * hop) * 1e-6)
     assert (flow.algorithm, flow.channels) == ("one-sided", 20)
 
 

@@ -31,11 +31,13 @@ def taken_s(net: Network, size: int, ranks: int) -> float:
 
 def test_by_hand() -> None:
     net = network("dgx-a100-80g")
-    start, flag = F["base_us.LL"], F["step_us.nvlink.LL.ampere"]
-    rate = net.speeds.gpu
+    start, trip = F["peer_start_us.ampere"], F["peer_trip_us.ampere"]
+    rate, peer = net.speeds.gpu, F["peer_gbps.ampere"] * 1e9
     one, two = 65536, 1 << 20
-    assert taken_s(net, one, 8) == pytest.approx((start + 2 * flag) * 1e-6 + 7 * one / rate)
-    assert taken_s(net, two, 8) == pytest.approx((start + 3 * flag) * 1e-6 + 14 / 8 * two / rate)
+    assert taken_s(net, one, 8) == pytest.approx(start * 1e-6 + 7 * one / rate)
+    slices_s = 7 / 8 * two * (1 / rate + 1 / min(rate, peer))
+    assert taken_s(net, two, 8) == pytest.approx((start + 7 * trip) * 1e-6 + slices_s)
+    assert taken_s(net, one, 2) == pytest.approx(start * 1e-6 + one / min(rate, peer))
 
 
 @pytest.mark.parametrize(("ranks", "size", "algorithm"), [

@@ -57,7 +57,7 @@ def test_a_tree_of_two_nodes_by_hand(machines: Machines) -> None:
     it moves up and down together, and twice over a NIC."""
     way, rate = options(machines["dgx-a100"], "all_reduce", 2, algorithm="Tree", protocol="Simple", channels=1)
     hop_us = F["hop_us.Simple"] + F["fabric_us.infiniband"] + F["flush_us.verbs"]
-    expected = F["base_us.Simple"] + 14 * F["step_us.nvlink.read.all"] + 2 * hop_us
+    expected = F["base_us.Simple.ampere"] + 14 * F["step_us.nvlink.Simple.read"] + 2 * hop_us
     expected += (32 << 10) * (16 / 12e9 + 2 / NIC) * 1e6
     assert (way.latency_at(32 << 10, rate) + (32 << 10) / rate) * 1e6 == pytest.approx(expected)
 
@@ -66,7 +66,7 @@ def test_ll_waits_for_the_proxy_between_nodes_alone(machines: Machines) -> None:
     """4 KiB on one channel of two A100 nodes: 14 steps, 2 hops; AMD's proxies look through 22.5 / 16 GB/s."""
     way, rate = options(machines["dgx-a100"], "all_reduce", 2, algorithm="Tree", protocol="LL", channels=1)
     hop_us = F["hop_us.LL"] * F["tree_hop.all"] + F["fabric_us.infiniband"]
-    expected = F["base_us.LL"] + 14 * F["step_us.nvlink.LL.ampere"] + 2 * hop_us
+    expected = F["base_us.LL.ampere"] + 14 * F["step_us.nvlink.LL.ampere"] + 2 * hop_us
     expected += 4096 * 2 * (16 / 22.5e9 + 2 / NIC) * 1e6
     assert (way.latency_at(4096, rate) + 4096 / rate) * 1e6 == pytest.approx(expected)
 
@@ -125,14 +125,14 @@ def test_an_edge_from_a_root_passes_each_chunk_once(machines: Machines, kind: st
 
 def test_hopper_and_staged_messages_are_not_flushed(machines: Machines) -> None:
     """A broadcast's chain of two nodes crosses once."""
-    def hop_us(mapping: dict[str, Any], step_us: float) -> float:
+    def hop_us(mapping: dict[str, Any], step_us: float, base: str = "ampere") -> float:
         way, _ = options(mapping, "broadcast", 2, algorithm="Ring", protocol="Simple")
-        return way.latency_s * 1e6 - F["base_us.Simple"] - 14 * step_us
+        return way.latency_s * 1e6 - F[f"base_us.Simple.{base}"] - 14 * step_us
 
-    read, write = F["step_us.nvlink.read.all"], F["step_us.nvlink.Simple.write"]
+    read, write = F["step_us.nvlink.Simple.read"], F["step_us.nvlink.Simple.write"]
     inter = machines["dgx-a100"]["inter"]
     plain = F["hop_us.Simple"] + F["fabric_us.infiniband"]
     assert hop_us(machines["dgx-a100"], read) == pytest.approx(plain + F["flush_us.verbs"])
-    assert hop_us(machines["dgx-h100"], write) == pytest.approx(plain)
+    assert hop_us(machines["dgx-h100"], write, "hopper") == pytest.approx(plain)
     staged = {**machines["dgx-a100"], "inter": {**inter, "gpu_direct_rdma": False}}
     assert hop_us(staged, read) == pytest.approx(plain)

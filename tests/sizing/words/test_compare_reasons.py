@@ -137,13 +137,14 @@ def test_runs_that_are_alike_differ_in_nothing() -> None:
 
 def test_figures_of_links_are_measured_or_the_catalogues() -> None:
     """`drystep calibrate` writes some of them into a topology; of others the catalogue's are in force."""
-    measured = {**topology_mapping("dgx-a100-80g"), "links": {"base_us.LL": 5.25, "base_us.Simple": 8.0}}
+    measured = {**topology_mapping("dgx-a100-80g"), "links": {"base_us.LL.ampere": 5.25, "base_us.Simple.ampere": 8.0}}
     runs = [sim.run(resolve({"name": "one", "cluster": {"topology": topology, "gpus_per_node": 2},
                              "model": {"preset": "gpt2", "layers": 2}, "parallel": {"strategy": "ddp"},
                              "training": {"micro_batch": 1, "global_batch": 2, "sequence": 128}}))
             for topology in ("dgx-a100-80g", measured)]
     found = compare(runs)
-    assert found.names == ["one (links as in the catalogue)", "one (links as measured: base_us.LL 5.25 and more)"]
+    assert found.names == ["one (links as in the catalogue)",
+                           "one (links as measured: base_us.LL.ampere 5.25 and more)"]
     assert found.differs == {f"cluster.topology.links.{name}": [catalogue()[name], value]
                              for name, value in measured["links"].items()}
 
