@@ -305,7 +305,7 @@ def hardware_for(scenario: Scenario, jitter_s: float = 0.0) -> tuple[Device, Net
     software, peers = scenario.software, _peer_sums(scenario)
     stack = stack_of(software)
     key = (f"{scenario.cluster.model_dump_json()}{software.nccl.model_dump_json()}{jitter_s} {stack.product_rate} "
-           f"{_pushing(scenario, stack)} {stack.nccl_release} {peers}")
+           f"{_pushing(scenario, stack)} {stack.nccl_release} {peers} {software.cuda_graphs}")
     if key not in _HARDWARE:
         if len(_HARDWARE) >= 16:
             _HARDWARE.pop(next(iter(_HARDWARE)))
@@ -341,7 +341,7 @@ def _hardware(scenario: Scenario, jitter_s: float, stack: Stack) -> tuple[Device
     share = host_share(cluster.topology.host, cluster.gpus_per_node, cluster.topology.intra.gpus_per_switch or 1)
     drawn = 1 if cluster.clock_spread else cluster.nodes * cluster.gpus_per_node  # else their clocks are known
     card = with_products(gpu(cluster.topology.gpu, overrides), stack.product_rate)
-    return Device(card, host=share, deviation=expected_maximum(drawn)), network
+    return Device(card, host=share, deviation=expected_maximum(drawn), graphs=scenario.software.cuda_graphs), network
 
 
 @seldom_searched()

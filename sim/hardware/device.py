@@ -37,11 +37,14 @@ class Device:
             a clock of its own, is not slowed.
         deviation: standard deviations by which its arithmetic draws more energy than the kind's mean. A job waits for
             the worst of its chips: give the expected maximum over them.
+        graphs: CUDA graphs launch its kernels.
     """
 
     def __init__(self, gpu: Gpu, sustained: bool = True, gap_s: float | None = None,
-                 host: HostShare | None = None, clock_share: float = 1.0, deviation: float = 0.0) -> None:
+                 host: HostShare | None = None, clock_share: float = 1.0, deviation: float = 0.0,
+                 graphs: bool = False) -> None:
         self.gpu = gpu
+        self._graphs = graphs
         self.clock_share = clock_share
         self._deviation = deviation
         self._host = host
@@ -82,7 +85,8 @@ class Device:
 
     def like(self, gpu: Gpu, clock_share: float = 1.0) -> Device:
         """A device of another GPU that is used as this one is, with so much of this one's share of the clock."""
-        return Device(gpu, self._sustained, self._gap_s, self._host, self.clock_share * clock_share, self._deviation)
+        return Device(gpu, self._sustained, self._gap_s, self._host, self.clock_share * clock_share, self._deviation,
+                      self._graphs)
 
     def basis(self, kernel: Kernel) -> Basis:
         """What the time of `kernel` rests on: confidence, source, whether tables of this very GPU entered."""
@@ -205,7 +209,7 @@ class Device:
         return float(settled[0])
 
     def _gemm_rates(self, dtype: str) -> GemmRates:
-        return self._gemm.get(dtype) or self._gemm.setdefault(dtype, self._rates.gemm(dtype))
+        return self._gemm.get(dtype) or self._gemm.setdefault(dtype, self._rates.gemm(dtype, self._graphs))
 
     def _attention_rates(self, kernel: Kernel) -> AttentionRates:
         key = (kernel.kernel, kernel.dtype, kernel.shape[-1], kernel.variant == "backward")

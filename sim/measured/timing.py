@@ -31,6 +31,7 @@ class Timing:
     zeros: tuple[str, ...] = ()
     copies: int = 0
     weight: float = 1.0
+    graphs: bool = False
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -63,7 +64,8 @@ def timing(source: str, label: str) -> Timing:
     return Timing(lead_s=entry.get("lead_s", 0.0), floor_s=entry["floor_s"], gap_s=_of(entry["gap_s"], label),
                   host=entry.get("host", {}).get(label, 1.0), lead_share=entry.get("lead_share"),
                   start_s=entry.get("start_s", {}).get(label), zeros=tuple(entry.get("zeros", ())),
-                  copies=int(entry.get("copies", 0)), weight=float(entry.get("weight", 1.0)))
+                  copies=int(entry.get("copies", 0)), weight=float(entry.get("weight", 1.0)),
+                  graphs=bool(entry.get("graphs", False)))
 
 
 def source_of(file_name: str) -> str:
@@ -85,7 +87,8 @@ def reported_s(gpu: Gpu, method: Timing, kernels: Sequence[Kernel], operators: S
         beside: what each row timed after its kernel, None for nothing; () = none did.
     """
     changes = merged(merged(gpu.kernel_figures, figures or {}), method.figures)
-    device = Device(replace(gpu, kernel_figures=changes), sustained=False, gap_s=method.gap_s)
+    device = Device(replace(gpu, kernel_figures=changes), sustained=False, gap_s=method.gap_s,
+                    graphs=method.graphs)
     gpu_s = device.times(kernels)
     for row, kernel in enumerate(beside):
         gpu_s[row] += 0.0 if kernel is None else device.times([kernel])[0]

@@ -88,7 +88,8 @@ def errors(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, str, str, str],
     for row in rows:
         label, engine, dtype, loads = (row[name] for name in ("gpu", "engine", "dtype", "loads"))
         if label not in devices:
-            devices[label] = Device(gpu(card("aic", label)), sustained=False, gap_s=timing("aic", label).gap_s)
+            devices[label] = Device(gpu(card("aic", label)), sustained=False, gap_s=timing("aic", label).gap_s,
+                                    graphs=True)
         tokens, hidden, ffn, top_k, experts = (int(row[name]) for name in _SIZES)
         layer = Layer(tokens, hidden, ffn, top_k, experts, loads == "even")
         seconds = float(devices[label].times(layer_kernels(layer, dtype, engine == "trtllm")).sum())

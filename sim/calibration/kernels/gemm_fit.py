@@ -101,7 +101,7 @@ def sample(group: Group, most: int | None = MOST_ROWS) -> Sample:
     """A group's products with the weights of the fit; rows thinned evenly in order of work."""
     seen = merged(group.gpu.kernel_figures, group.timing.figures)
     figures = Rates(replace(group.gpu, kernel_figures=seen))
-    rates = figures.gemm(group.dtype)
+    rates = figures.gemm(group.dtype, group.timing.graphs)
     if most is not None and len(group.kernels) > most:
         order = np.argsort([kernel.flops for kernel in group.kernels], kind="stable")
         group = group.pick(order[np.linspace(0, len(order) - 1, most).astype(np.intp)])

@@ -153,8 +153,12 @@ class Rates:
         """Share of the stated bandwidth a memory-bound kernel of class `op` reaches."""
         return float(self._family["memory"][op])
 
-    def gemm(self, dtype: str) -> GemmRates:
-        """Figures of a matrix product in `dtype`."""
+    def gemm(self, dtype: str, in_graph: bool = False) -> GemmRates:
+        """Figures of a matrix product in `dtype`.
+
+        Args:
+            in_graph: a CUDA graph launches it, not a stream.
+        """
         units = UNITS[self._gpu.arithmetic(dtype)]
         family = self._family["gemm"]
         figures = family[units if units in family else "half"]
@@ -170,7 +174,7 @@ class Rates:
             block_start_s=float(figures["block_start_s"]),
             operand_cost=float(figures["operand_cost"]),
             exposed_output=float(figures["exposed_output"]),
-            start_s=float(family["start_s"]["value"]),
+            start_s=float(family["start_s"].get("in_graph" if in_graph else "value", family["start_s"]["value"])),
             tiles=tuple((int(rows), int(cols)) for rows, cols in kind["tiles"]),
             splits=tuple(kind["split_k"]),
             idle_wave_loss=float(figures["idle_wave_loss"]),
