@@ -31,9 +31,9 @@ _WEAK_SPOTS = """## Weak spots
   what *left-out shapes* then shows; the other columns are within 2-8%.
 * B200: SimuMax's machine and AIConfigurator's four settle at different rates: bf16 products of 1-10 ms at 1050-1150
   TFLOP/s there (and as little from 0.1 ms on, once it is hot), at 1400-1580 here, 1260-1330 in loops of ten seconds,
-  random operands both. The energy of a FLOP is mostly SimuMax's, whose training steps agree with it;
-  AIConfigurator's longest products come out 10-20% slow, GB300's worst. Short loops do not explain all of it; chips
-  and cooling may.
+  random operands both. Its family's figures in 16 bits are SimuMax's, whose training steps agree with them, so that
+  AIConfigurator's loops come out slow, GB300's most. Short loops and graphs do not explain all of it; chips and cooling
+  may.
 * H100 and H200 in AIConfigurator's loops are 5-7% faster than vidur's figures give (large products; libraries of
   2026); fitted together vidur's large products miss their aim (5.1%) and steps stay as they are. A100: 6 to 13%
   faster; fitted together, steps of 2023 come out 1-2% too fast (LLM Foundry v2 1.8 to 3.0%, zero-bubble 4.1 to 5.7%).

@@ -12,6 +12,7 @@ from sim.hardware.device import Device
 from sim.hardware.gpu import gpu, gpu_names
 from sim.hardware.kernels.attention import attention_times, attention_work, gradient_parts
 from sim.hardware.kernels.gemm import alignment_bytes, as_products, overlapped, product_times
+from sim.hardware.kernels.operators import product_kernel
 from sim.hardware.kernels.rates import AttentionRates, GemmRates, Rates, family_figures, parted_sms
 from sim.hardware.kernels.row_blocks import joined_s
 from sim.work import Kernel
@@ -68,6 +69,15 @@ def test_more_rows_by_stored_weights_take_no_less_than_few() -> None:
     assert all(more >= less * (1 - 1e-9) for less, more in pairwise(taken))
     # where tiles take longer they are all there is to it
     assert seconds(replace(product(1024, 8192, 8192), kernel="expanding")) == seconds(product(1024, 8192, 8192))
+
+
+def test_a_graph_starts_products_sooner_than_a_stream() -> None:
+    small = product_kernel(8, 128, 128, 1, "bf16")
+    for name, sooner_s in (("h100-80g-sxm", 2.1e-6), ("b200", 1.2e-6), ("a100-80g-sxm", 0.5e-6), ("l40s", 0.0)):
+        stream, graph = (Device(gpu(name), graphs=graphs).times([small])[0] for graphs in (False, True))
+        assert stream - graph == pytest.approx(sooner_s, abs=1e-9), name
+    like = Device(gpu("b200"), graphs=True).like(gpu("h100-80g-sxm"))
+    assert like.times([small])[0] == Device(gpu("h100-80g-sxm"), graphs=True).times([small])[0]
 
 
 def test_a_streamed_row_reaches_what_a_pass_over_memory_does() -> None:
