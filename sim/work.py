@@ -85,9 +85,9 @@ class Kernel:
         causal: for attention, whether a kernel may skip the upper triangle.
         launches: how many CUDA kernels (and host operator calls) this stands for. 0 = rides inside its neighbour.
         kernel: implementation where it matters to speed (`flash1`, `flash2`, `flash3`, `triton`, `eager`, of backward
-            with `FIXED_ORDER` behind; of rows those of `row_blocks.py`; of norms `persistent`; of products `expanding`:
-            by weights that the main loop expands from fewer bits; `uneven`: a batch whose members differ in m, their
-            mean; `streamed`: of one row, a sum over weights), else "".
+            with `FIXED_ORDER` behind; of rows those of `row_blocks.py`; of norms `persistent`; of products `expanding`
+            and `marlin`: by weights that the main loop expands from fewer bits; `uneven`: a batch whose members differ
+            in m, their mean; `streamed`: of one row, a sum over weights), else "".
     """
 
     op: str

@@ -33,6 +33,8 @@ _LARGEST = (256.0, 128.0)  # the tile `flops_per_s` is stated for
 #: Rows up to which a product that reads weights as stored fills up no tile of many rows: one instruction of the tensor
 #: cores (m16n8k16), which tinygemm and Marlin are built on; one row is a gemv.
 _FEW_ROWS = 16
+#: Names of kernels that expand stored weights: tinygemm and its like, and Marlin.
+_EXPANDING = ("expanding", "marlin")
 #: Rows of the lowest tile: products of no more go through their weights once.
 _ONE_TILE = 64
 
@@ -51,6 +53,7 @@ class Products:
     total_bytes: Array
     aligned: Array
     expanding: NDArray[np.bool_]
+    marlin: NDArray[np.bool_]
     uneven: NDArray[np.bool_]
     streamed: NDArray[np.bool_]
 
@@ -95,9 +98,10 @@ def as_products(kernels: Sequence[Kernel], rates: GemmRates) -> Products:
     return Products(batch, m, n, k, width * batch * (m * k + k * n),
                     np.array([kernel.bytes for kernel in kernels]),
                     np.array([_rate(kernel, rates) for kernel in kernels]),
-                    np.array([kernel.kernel == "expanding" for kernel in kernels]),
+                    np.array([kernel.kernel in _EXPANDING for kernel in kernels]),
+                    np.array([kernel.kernel == "marlin" for kernel in kernels]),
                     np.array([kernel.kernel == "uneven" for kernel in kernels]),
-                    np.array([kernel.kernel == "streamed" or (kernel.kernel == "expanding" and kernel.shape[1] == 1)
+                    np.array([kernel.kernel == "streamed" or (kernel.kernel in _EXPANDING and kernel.shape[1] == 1)
                               for kernel in kernels]))
 
 
@@ -157,7 +161,8 @@ def _memory_share(products: Products, rates: GemmRates) -> Array:
 def _expanding_s(products: Products, rates: GemmRates) -> Array:
     """Seconds in which all SMs expand the stored weights of each product once, for all its rows; 0 of other products.
     Tiles of rows that expand them again hide that behind their multiplications (Marlin, arXiv 2408.11743, recalled)."""
-    found: Array = products.expanding * products.batch * products.n * products.k / rates.expanded_per_s
+    per_s = np.where(products.marlin, rates.marlin_per_s, rates.expanded_per_s)
+    found: Array = products.expanding * products.batch * products.n * products.k / per_s
     return found
 
 

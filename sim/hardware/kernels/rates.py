@@ -59,6 +59,7 @@ class GemmRates:
     batched_unaligned: float
     flop_j: float
     expanded_per_s: float
+    marlin_per_s: float
     gradient_rate: float = 1.0
 
 
@@ -190,6 +191,7 @@ class Rates:
             batched_unaligned=min(1.0, self._on_fp32_units() / rate),
             flop_j=self._flop_j(units),
             expanded_per_s=float(self._shared["expanded"]["value"]) * self._gpu.sms * self._gpu.reached_mhz * 1e6,
+            marlin_per_s=float(self._shared["expanded"]["marlin"]) * self._gpu.sms * self._gpu.reached_mhz * 1e6,
             gradient_rate=float(figures.get("gradient_rate", 1.0)),
         )
 

@@ -51,6 +51,8 @@ class Weights:
             stored (vLLM 0.6.3 csrc/cache_kernels.cu, one `k_scale` and `v_scale` a layer; TensorRT-LLM's fp8 and int8
             caches alike, recalled); else
             they are expanded before it (transformers cache_utils.py, QuantizedCache).
+        kernel: of products that read weights as stored: expanding (tinygemm), or marlin, which engines run (vLLM 0.6.3
+            quantization/gptq_marlin.py, awq_marlin.py; SGLang's likewise, recalled).
     """
 
     dtype: str
@@ -58,6 +60,7 @@ class Weights:
     appended: bool
     multiplied: bool = False
     cache: str = ""
+    kernel: str = "expanding"
 
     @property
     def expanded(self) -> bool:
@@ -125,7 +128,7 @@ def stored_product(style: Style, weights: Weights, kernel: Kernel, operator: str
     stored = batch * stored_bytes((n, k), dtype)
     # of experts asked now and then a product stands for less than a whole one, weights and all
     read = kernel.bytes / product(batch, m, n, k, "tn", act, act).bytes
-    in_product = replace(kernel, bytes=kernel.bytes - read * (batch * n * k * e - stored), kernel="expanding")
+    in_product = replace(kernel, bytes=kernel.bytes - read * (batch * n * k * e - stored), kernel=weights.kernel)
     if weights.multiplied:
         yield from _quantised(style, batch * m * k, dtype, operator, number)
         narrow = product(batch, m, n, k, "tn", dtype, dtype, act)

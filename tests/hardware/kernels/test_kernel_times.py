@@ -24,7 +24,7 @@ PLAIN = GemmRates(flops_per_s=100e12, fill_k=0, batched_slice=1, batched_tile=No
                   partial_tile=1.0,
                   spread=0.0, overlap=np.inf, bandwidth_share=1.0, streamed_share=1.0, few_rows_share=1.0,
                   alignment={16: 1.0, 8: 0.5, 4: 0.5, 2: 0.25, 1: 0.25}, batched_unaligned=0.1, flop_j=1e-12,
-                  expanded_per_s=1e12)
+                  expanded_per_s=1e12, marlin_per_s=1.5e12)
 WIDE_BPS = 1e18
 
 
@@ -69,6 +69,12 @@ def test_more_rows_by_stored_weights_take_no_less_than_few() -> None:
     assert all(more >= less * (1 - 1e-9) for less, more in pairwise(taken))
     # where tiles take longer they are all there is to it
     assert seconds(replace(product(1024, 8192, 8192), kernel="expanding")) == seconds(product(1024, 8192, 8192))
+
+
+def test_marlin_expands_weights_sooner() -> None:
+    one = replace(product(8, 8192, 8192), bytes=0.0)
+    tiny, marlin = (seconds(replace(one, kernel=name), bandwidth_bps=WIDE_BPS) for name in ("expanding", "marlin"))
+    assert tiny == pytest.approx(1.5 * marlin)
 
 
 def test_a_graph_starts_products_sooner_than_a_stream() -> None:

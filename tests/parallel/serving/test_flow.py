@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from sim import api
 from sim.errors import UserError
+from sim.parallel import lower
 from sim.parallel.serving.flow import Iteration, Life, life_of
 from sim.report.terminal.render import as_text
 from sim.scenario import resolve
@@ -24,11 +25,12 @@ def life(prompt: int, generate: int, batch: int, budget: int = 8192) -> Life:
                                 token_budget=budget))
 
 
-def scenario(software: Any = None, model: Any = None, gpus: int = 1, parallel: Any = None, **run: Any) -> Scenario:
+def scenario(software: Any = None, model: Any = None, gpus: int = 1, parallel: Any = None, precision: Any = None,
+             **run: Any) -> Scenario:
     sizes = {"prompt": 256, "generate": 65, "batch": 8, "batching": "continuous"} | run
     return resolve({
         "name": "load", "cluster": {"topology": "dgx-h100", "gpus_per_node": gpus}, "model": model or SMALL,
-        "training": {"precision": "pure-bf16", "mode": {"inference": sizes}}, "parallel": parallel or {},
+        "training": {"precision": precision or "pure-bf16", "mode": {"inference": sizes}}, "parallel": parallel or {},
         "software": {"year": 2025, "compile": True, "cuda_graphs": True} | (software or {})})
 
 
@@ -87,6 +89,15 @@ def test_a_first_token_does_not_wait_for_the_others_prompts_but_every_further_on
     assert flowing is not None and static is not None
     assert flowing.prompt_time_s < 0.6 * static.prompt_time_s
     assert flowing.time_per_token_s > 1.02 * static.time_per_token_s
+
+
+def test_engines_read_narrow_weights_by_marlin() -> None:
+    narrow = {**dict.fromkeys(("compute", "gradients", "optimizer", "gather", "reduce"), "bf16"), "parameters": "int4",
+              "master": "none"}
+    kernels = {batching: {kernel.kernel for program in lower(scenario(precision=narrow, batching=batching)).job.programs
+                          for kernel in program.kernels if kernel.op == "gemm"}
+               for batching in ("static", "continuous")}
+    assert "marlin" in kernels["continuous"] and "expanding" in kernels["static"]
 
 
 def test_a_longer_answer_dilutes_the_prompts() -> None:
