@@ -30,7 +30,6 @@ class Timing:
     start_s: float | None = None
     zeros: tuple[str, ...] = ()
     copies: int = 0
-    weight: float = 1.0
     graphs: bool = False
 
     @property
@@ -64,7 +63,7 @@ def timing(source: str, label: str) -> Timing:
     return Timing(lead_s=entry.get("lead_s", 0.0), floor_s=entry["floor_s"], gap_s=_of(entry["gap_s"], label),
                   host=entry.get("host", {}).get(label, 1.0), lead_share=entry.get("lead_share"),
                   start_s=entry.get("start_s", {}).get(label), zeros=tuple(entry.get("zeros", ())),
-                  copies=int(entry.get("copies", 0)), weight=float(entry.get("weight", 1.0)),
+                  copies=int(entry.get("copies", 0)),
                   graphs=bool(entry.get("graphs", False)))
 
 

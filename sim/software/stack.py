@@ -194,6 +194,7 @@ class Stack:
         relative_bias_anew: a token's relative positions are looked up for all queries so far, and the last is used.
         quantised_products: products with weights of fewer than 16 bits: expanded (a kernel of its own makes 16-bit
             weights; int8 runs on quantised activations) or fused (the product reads them as stored).
+        engine_products: kernel of fused ones under continuous batching: expanding or marlin (`Kernel.kernel`).
         vocabulary_multiple: the vocabulary is padded to a multiple of it for every tensor slice.
         nccl_release: of NCCL that came with PyTorch, unless the scenario names one.
         kernel_loading: what a CUDA context holds: all kernels, fewer (releases that ship less), or those used (lazy).
@@ -347,6 +348,7 @@ class Stack:
     biased_softmax_wide: bool
     relative_bias_anew: bool
     quantised_products: str
+    engine_products: str
     vocabulary_multiple: int
 
     @property

@@ -77,7 +77,7 @@ def grouped(layer: Layer, n: int, k: int, dtype: str) -> Kernel:
     made = product(experts, rows, n, k, "tn", units, units, _ACT)
     if dtype == "int4":
         less = experts * (2 * n * k - stored_bytes((n, k), "int4"))
-        return replace(made, bytes=made.bytes - less, kernel="expanding")
+        return replace(made, bytes=made.bytes - less, kernel="marlin")
     return made if layer.even else replace(made, kernel="uneven")
 
 

@@ -124,16 +124,15 @@ def _beside_s(group: Group) -> Vector:
 
 
 def fit(samples: Sequence[Sample], rounds: int = 220) -> dict[str, float]:
-    """The figures of least robust relative error over the samples; benchmarks by their `weight`, and each sample of one
-    the same: tables of one benchmark share its method and machines."""
+    """The figures of least robust relative error over the samples; each benchmark weighs the same, and in it each
+    sample: tables of one benchmark share its method and machines."""
     card = samples[0].group.gpu
     free = (card.kernels, UNITS[card.arithmetic(samples[0].group.dtype)]) in ENERGY_FROM_TABLES
     ranges = FIGURES | ({"energy": ENERGY} if free else {})
     low, high, expected = (np.array(column) for column in zip(*ranges.values(), strict=True))
     logs = [np.log(item.group.measured_s) for item in samples]
     benchmarks = [item.group.file.split("_")[0] for item in samples]
-    weights = {item.group.file.split("_")[0]: item.group.timing.weight for item in samples}
-    shares = [weights[name] / benchmarks.count(name) / sum(weights.values()) for name in benchmarks]
+    shares = [1.0 / benchmarks.count(name) / len(set(benchmarks)) for name in benchmarks]
     pull = _EXPECTED_WEIGHT * (1.0 + _FEW_ROWS / sum(len(log) for log in logs))
 
     def cost(scaled: Vector) -> float:

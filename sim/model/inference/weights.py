@@ -51,8 +51,8 @@ class Weights:
             stored (vLLM 0.6.3 csrc/cache_kernels.cu, one `k_scale` and `v_scale` a layer; TensorRT-LLM's fp8 and int8
             caches alike, recalled); else
             they are expanded before it (transformers cache_utils.py, QuantizedCache).
-        kernel: of products that read weights as stored: expanding (tinygemm), or marlin, which engines run (vLLM 0.6.3
-            quantization/gptq_marlin.py, awq_marlin.py; SGLang's likewise, recalled).
+        kernel: of products that read weights as stored: expanding (tinygemm), or marlin (the
+            stack's `engine_products`).
     """
 
     dtype: str

@@ -161,7 +161,7 @@ def cut_of(scenario: Scenario, stack: Stack) -> Cut:
     weights = Weights(precision.parameters if precision.parameters in NARROW else "",
                       stack.quantised_products == "fused", stack.kv_cache == "concatenated",
                       precision.compute == precision.parameters, "" if run.kv_cache == "same" else run.kv_cache,
-                      "marlin" if run.batching == "continuous" else "expanding")
+                      stack.engine_products if run.batching == "continuous" else "expanding")
     architecture = rank_of(style, run.batch, first_tokens(run, scenario), 0, weights).architecture()
     placed = [[stage] for stage in range(scenario.parallel.pipeline)]
     counts = split_of(scenario, stack, len(architecture.stack) - 2, placed)
