@@ -66,11 +66,11 @@ class Kernel:
     ================  =============================================  =====================================
     gemm              (batch, m, n, k)                               tn forward, nn data grad, nt weight grad
     attention         (batch, heads, kv_heads, seq_q, seq_k, dim)    forward, backward; causal or full: see `causal`
-    norm              (rows, cols)                                   forward, backward
+    norm              (rows, cols)                                   forward, backward or its two: inputs, weights
     softmax           (rows, cols)                                   forward, backward
     cross_entropy     (rows, cols)                                   forward, backward
     embedding         (rows, cols)                                   forward, backward
-    elementwise       (elements,)                                    the function; of a few its arithmetic counts
+    elementwise       (elements,), of all launches where `scalar`    the function; of a few its arithmetic counts
     rows              (rows, cols)                                   free text; a map of each row, see `kernel`
     reduction         (rows, cols)                                   free text; a sum over the rows
     optimizer         (parameters,)                                  loop, foreach, fused
@@ -87,7 +87,8 @@ class Kernel:
         kernel: implementation where it matters to speed (`flash1`, `flash2`, `flash3`, `triton`, `eager`, of backward
             with `FIXED_ORDER` behind; of rows those of `row_blocks.py`; of norms `persistent`; of products `expanding`
             and `marlin`: by weights that the main loop expands from fewer bits; `uneven`: a batch whose members differ
-            in m, their mean; `streamed`: of one row, a sum over weights), else "".
+            in m, their mean; `streamed`: of one row, a sum over weights; of element-wise ones `scalar`: an element at a
+            time, and `one_warp`: by 32 threads in all), else "".
     """
 
     op: str

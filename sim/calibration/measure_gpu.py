@@ -156,7 +156,7 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 def spelled(bench: Bench) -> Iterator[Row]:
     """Norms and rotary positions as models spell them in operators: products with broadcast or strided operands, which
-    ATen runs without wide loads (CUDALoops.cuh, launch_legacy_kernel), and casts. No published table has these.
+    ATen runs without wide loads (CUDALoops.cuh, launch_legacy_kernel), and casts: `scalar` kernels.
 
     Sources, as recalled: transformers modeling_llama.py (LlamaRMSNorm, apply_rotary_pos_emb), Meta's llama model.py
     (complex products), foundation-model-stack modules/positions.py (2 x 2 matrices)."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from sim.model.architecture import Architecture, Layer, Operator, Parameter, Tensor
 from sim.model.attention.layer import attention_operators
 from sim.model.blocks import block_layer
-from sim.model.kernels import elementwise, linear_operator, width
+from sim.model.kernels import elementwise, linear_operator, strided, width
 from sim.model.layers.embedding import lookup, position_lookup
 from sim.model.layers.head import loss_operator
 from sim.model.layers.mlp import mlp_operators
@@ -135,7 +135,6 @@ def _logits(few: Style, rows: int) -> tuple[Operator, tuple[Parameter, ...]]:
 def _gather(style: Style, rows: int) -> Operator:
     """The masked positions picked out of the sequence; backward scatters into zeros."""
     elements, e = rows * style.hidden, width(style.residual)
-    forward = elementwise("gather_predicted", elements, 2 * e, style.residual)
-    backward = elementwise("scatter_predicted", style.tokens * style.hidden, e + 2 * e * rows / style.tokens,
-                           style.residual, 2)
-    return Operator("gather_predicted", (forward,), (backward,))
+    picked = strided(style, elementwise("gather_predicted", elements, 2 * e, style.residual))
+    backward = (elementwise("scatter_predicted", style.tokens * style.hidden, e, style.residual), picked)
+    return Operator("gather_predicted", (picked,), backward)

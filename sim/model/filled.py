@@ -54,7 +54,7 @@ def _fill(kernel: Kernel, style: Style, products: bool) -> tuple[Kernel, ...]:
 def _filled_bytes(kernel: Kernel, style: Style, products: bool) -> float:
     """Bytes of what `kernel` writes to that are filled before it does."""
     e, shape = width(kernel.dtype), kernel.shape
-    if kernel.op == "norm" or (kernel.op == "embedding" and kernel.variant == "forward"):
+    if (kernel.op == "norm" and kernel.variant != "weights") or (kernel.op == "embedding" and kernel.variant == "forward"):
         return shape[0] * shape[1] * e
     if kernel.op == "attention":
         batch, heads, kv_heads, queries, keys, dim = shape

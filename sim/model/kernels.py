@@ -13,6 +13,11 @@ from sim.model.architecture import Joint, Operator, Parameter, Tensor
 from sim.model.style import Style
 from sim.work import DTYPE_BYTES, Kernel
 
+#: Visits of an element by the kernels of spelled-out rotary positions that are not vectorised, each way: forward both
+#: products, the cat of a rotated half and the sum, and half of them by neg; backward both products, a sum, and half of
+#: them by neg and by the copies of both slices.
+ROTARY_VISITS = 4.5
+
 
 def softcap(name: str, elements: int, dtype: str, compiled: bool, category: str) -> tuple[Kernel, Kernel]:
     """`tanh(x / cap) * cap`, forward and backward: three operators each way; compiled, part of what stands beside it.
@@ -54,6 +59,41 @@ def chain(
     return elementwise(name, elements, sum(steps), dtype, len(steps), category)
 
 
+def scalar(kernel: Kernel, visits: float = 1.0) -> Kernel:
+    """`kernel` by PyTorch's element-wise code that handles one element at a time, each `visits` times in all.
+
+    It is taken where operands are not all contiguous (broadcast, transposed, slices, halves to be joined), and where
+    loads cast (from 16 bits to fp32, or a sum of both). Source: torch 2.9.1 aten/src/ATen/native/cuda/CUDALoops.cuh
+    (gpu_kernel_impl: vectorised only without offset calculator and dynamic casts), Copy.cu (float to 16 bits has a
+    kernel of its own without a cast in its loads).
+    """
+    return replace(kernel, shape=(max(1, round(kernel.shape[0] * visits)),), kernel="scalar")
+
+
+def strided(style: Style, kernel: Kernel, visits: float = 1.0) -> Kernel:
+    """`kernel` on operands that are broadcast, picked by index or not contiguous: `scalar`, unless torch.compile writes
+    it."""
+    return kernel if style.stack.compile else scalar(kernel, visits)
+
+
+def strided_chain(
+    name: str, elements: int, steps: Sequence[float], strided: Sequence[float], dtype: str,
+    category: str = "memory_bound", visits: float | None = None,
+) -> tuple[Kernel, ...]:
+    """A row of element-wise kernels of eager execution some of which handle one element at a time (`scalar`).
+
+    Args:
+        steps: bytes per element read plus written by each vectorised kernel.
+        strided: by each of the others.
+        visits: of an element by those, where not one a kernel.
+    """
+    vectorised = (elementwise(name, elements, sum(steps), dtype, len(steps), category),) if steps else ()
+    if not strided:
+        return vectorised
+    rest = elementwise(name, elements, sum(strided), dtype, len(strided), category)
+    return (*vectorised, scalar(rest, len(strided) if visits is None else visits))
+
+
 def joint(style: Style, kind: str, elements: int, *, narrow: bool = True) -> Joint | None:
     """Dependence on the other slices of the width; none in a model that is not cut.
 
@@ -69,9 +109,10 @@ def column_sum(name: str, rows: int, cols: int, dtype: str) -> Kernel:
     return Kernel("reduction", dtype, (rows, cols), name, 0.0, rows * cols * width(dtype), "memory_bound")
 
 
-def cast(name: str, elements: int, source: str, target: str, launches: int = 1) -> Kernel:
-    """A change of dtype: one read, one write."""
-    return elementwise(name, elements, width(source) + width(target), target, launches)
+def cast(name: str, elements: int, source: str, target: str, launches: int = 1, compiled: bool = False) -> Kernel:
+    """A change of dtype: one read, one write. What widens casts as it loads (`scalar`), unless compiled."""
+    made = elementwise(name, elements, width(source) + width(target), target, launches)
+    return scalar(made) if width(source) < width(target) and not compiled else made
 
 
 def product(
@@ -133,7 +174,7 @@ def linear(
     if bias:
         backward.append(column_sum("bias_gradient", rows, features_out, act))
     if style.autocast:
-        backward.append(cast("weight_gradient_cast", size, act, style.gradient, 1 + bias))
+        backward.append(cast("weight_gradient_cast", size, act, style.gradient, 1 + bias, style.stack.compile))
     if casts:
         backward.append(cast("input_gradient_cast", rows * features_in, act, source))
     return forward, backward

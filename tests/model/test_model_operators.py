@@ -172,11 +172,11 @@ def test_loss_bytes_per_logit() -> None:
         architecture = made(**fields)
         loss = architecture.stack[-1].operators[-1]
         return sum(k.bytes for k in (*loss.forward, *loss.backward)) / (2 * 128 * 1000)
-    assert per_logit(precision="amp-bf16") == 6 + 8 + 16 + 6
-    assert per_logit(precision="pure-bf16") == 12
-    assert per_logit(precision="fp32") == 24
+    assert per_logit(precision="amp-bf16") == 6 + 8 + 20 + 6
+    assert per_logit(precision="pure-bf16") == 14
+    assert per_logit(precision="fp32") == 28
     composer = {"framework": "composer", "year": 2023, "versions": {"composer": "0.13.3", "torch": "1.13.1"}}
-    assert per_logit(precision="fsdp-bf16", software=composer) == 6 + 2 * 14
+    assert per_logit(precision="fsdp-bf16", software=composer) == 6 + 14
 
 
 def test_predicted_tokens_shrink_the_head_only() -> None:
@@ -223,7 +223,8 @@ def test_any_decoder(model: dict[str, Any], modules: str, precision: str, attent
     for layer in got.stack:
         assert sorted(p.name for p in layer.gradient_order) == sorted(p.name for p in layer.parameters)
     for kernel in kernels(got.stack):
-        assert kernel.bytes > 0 and kernel.launches >= 0 and kernel.category in CATEGORIES
+        assert kernel.bytes > 0 or kernel.kernel == "one_warp"
+        assert kernel.launches >= 0 and kernel.category in CATEGORIES
 
 
 @settings(max_examples=25, deadline=None)
@@ -264,10 +265,11 @@ def test_norms_read_their_input_once_where_the_kernel_is_persistent(
     software: dict[str, Any], hidden: int, passes: int, kernel: str,
 ) -> None:
     norm = block(made(GPT | {"hidden": hidden, "heads": 4}, software=software)).operators[0]
-    (forward,), (backward,) = norm.forward, norm.backward
+    (forward,), backward = norm.forward, norm.backward
     size = 2 * 128 * hidden * 2
-    assert (forward.bytes, backward.bytes) == (2 * size, passes * size)
-    assert {forward.kernel, backward.kernel} == {kernel}
+    assert (forward.bytes, sum(k.bytes for k in backward)) == (2 * size, passes * size)
+    assert {forward.kernel, *(k.kernel for k in backward)} == {kernel}
+    assert [k.variant for k in backward] == (["backward"] if kernel else ["inputs", "weights"])
 
 
 @pytest.mark.parametrize(("framework", "year", "precision", "tied", "expected"), [

@@ -14,7 +14,6 @@ from sim.measured.timing import reported_s
 #: Figure of `memory`, lowest and highest physical value, value expected before any data.
 MEMORY: dict[str, tuple[float, float, float]] = {
     "elementwise": (0.60, 0.97, 0.88),
-    "gather": (0.05, 0.90, 0.15),
     "l2_share": (0.10, 1.20, 0.45),
     "reread_cost": (0.0, 0.60, 0.20),
     "latency_cycles": (300.0, 1000.0, 620.0),

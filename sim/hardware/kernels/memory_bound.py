@@ -18,9 +18,10 @@ from sim.work import DTYPE_BYTES, Kernel
 #: Class of access pattern by operation and direction; a direction that is not listed is as fast as "forward".
 _PATTERN = {
     ("norm", "forward"): "elementwise", ("norm", "backward"): "norm_backward",
+    ("norm", "inputs"): "elementwise", ("norm", "weights"): "elementwise",
     ("softmax", "forward"): "elementwise", ("softmax", "backward"): "softmax",
     ("cross_entropy", "forward"): "softmax", ("cross_entropy", "backward"): "softmax",
-    ("embedding", "forward"): "gather", ("embedding", "backward"): "reduction",
+    ("embedding", "forward"): "elementwise", ("embedding", "backward"): "reduction",
     ("elementwise", "forward"): "elementwise", ("optimizer", "forward"): "elementwise",
     ("reduction", "forward"): "reduction", ("rows", "forward"): "elementwise",
 }
@@ -34,7 +35,7 @@ _ON_CHIP_ROW_BYTES = 48 * 1024 - 256  # an aligned softmax row that fits in shar
 
 
 def pattern(kernel: Kernel) -> str:
-    """Class of access pattern: element-wise streams, gathers, or sums over columns and scattered rows."""
+    """Class of access pattern: element-wise streams, softmax, or sums over columns and scattered rows."""
     if kernel.op == "norm" and kernel.kernel == "persistent":
         return _PERSISTENT_NORM[kernel.variant]
     found = _PATTERN.get((kernel.op, kernel.variant)) or _PATTERN.get((kernel.op, "forward"))
@@ -59,8 +60,9 @@ def _device_bytes(kernel: Kernel, rates: Rates, gpu: Gpu) -> float:
     cache_bytes = rates.l2_share * gpu.l2_bytes
     missed_l2 = _missed(per_sm_bytes * gpu.sms / cache_bytes)
     read_again = again * kernel.bytes / 2 * missed_l1 * _cost(missed_l2, rates)
-    # A gather reads rows of a large table, which no kernel has just written.
-    size_bytes = math.inf if pattern(kernel) == "gather" else kernel.bytes / _together(kernel)
+    # A lookup reads rows of a large table, which no kernel has just written.
+    picks = (kernel.op, kernel.variant) == ("embedding", "forward")
+    size_bytes = math.inf if picks else kernel.bytes / _together(kernel)
     return kernel.bytes / 2 * (1.0 + _cost(_missed(size_bytes / cache_bytes, _STREAMED), rates)) + read_again
 
 

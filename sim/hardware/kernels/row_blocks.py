@@ -70,6 +70,11 @@ _BLOCKS = {
 #: bit (vidur, A100 and H100 alike), its gradient with what GeluBackwardCUDAKernelImpl adds (an exp, five products, a
 #: second load: counted), `powu` by any exponent (neusight, A100-80GB).
 _INSTRUCTIONS = {"gelu": 53.0, "gelu_backward": 69.0, "powu": 103.0}
+#: PyTorch's kernels that handle one element at a time, in issue slots an element: strided, broadcast or cast operands
+#: (`scalar`), a row picked by its number (embedding), the sums of a norm's weight gradients. None of them comes near
+#: the bandwidth in 16 bits, and all go by SMs and clock: liger (A100, H100, B200: 95-110; A100 in fp32 and vidur's in
+#: fp16: 240-260; A100, H100, B200: 120-185).
+_ONE_AT_A_TIME = {"scalar": 102.0, "embedding": 250.0, "norm": 165.0}
 
 
 def block_of(kernel: Kernel) -> Block | None:
@@ -94,14 +99,23 @@ def resident(block: Block, cols: int, rates: Rates) -> tuple[int, int]:
     return threads, max(1, int(min(rates.sm_threads, block.most_resident) // threads))
 
 
+def _slots(kernel: Kernel) -> float:
+    """Issue slots an element of a kernel that no block by rows stands for."""
+    if kernel.op == "elementwise":
+        return _ONE_AT_A_TIME["scalar"] if kernel.kernel == "scalar" else _INSTRUCTIONS.get(kernel.variant, 0.0)
+    one = (kernel.op, kernel.variant) in (("embedding", "forward"), ("norm", "weights"))
+    return _ONE_AT_A_TIME[kernel.op] if one else 0.0
+
+
 def joined_s(kernel: Kernel, moving_s: float, rates: Rates, gpu: Gpu, sms: int) -> float:
     """Seconds of a kernel whose traffic alone would take `moving_s` on `sms` SMs: with its blocks' waiting, or its
     arithmetic where that is longer."""
     issue_s = 1.0 / (_ISSUE_LANES * gpu.boost_mhz * 1e6)  # of one instruction of one element on one SM
     block = block_of(kernel)
+    if kernel.kernel == "one_warp":
+        return max(moving_s, kernel.shape[0] / _WARP * rates.latency_s)
     if block is None:
-        instructions = _INSTRUCTIONS.get(kernel.variant, 0.0) if kernel.op == "elementwise" else 0.0
-        return max(moving_s, kernel.shape[0] * instructions * issue_s / sms)
+        return max(moving_s, math.prod(kernel.shape) * _slots(kernel) * issue_s / sms)
     rows, cols = kernel.shape
     threads, together = resident(block, cols, rates)
     loads = block.passes * sum(math.ceil(cols * part / (threads * block.elements)) for part in block.parts)

@@ -138,7 +138,7 @@ def _freeze(op: Operator, style: Style, is_linear: bool, tuned: Tuned) -> Operat
     if op.name.startswith(_NORMS):
         if tuned.trains_norms:
             return op
-        kernels = tuple(frozen_backward(style, k) for k in op.backward)
+        kernels = frozen_backward(style, op.backward)
         kept = tuple(t for t in op.saved if "normalised" not in t.name)
         return replace(op, backward=kernels, parameters=(), saved=kept)
     if op.name == "loss":  # logits in chunks: the head's product is in it

@@ -14,7 +14,7 @@ from sim.model.attention.pairs import span
 from sim.model.attention.relative import bias_backward, bias_forward, kept_bias
 from sim.model.attention.ring import around_the_ring, below
 from sim.model.attention.rotated_ring import rotated
-from sim.model.kernels import cast, elementwise, product, softcap, width
+from sim.model.kernels import cast, elementwise, product, softcap, strided, strided_chain, width
 from sim.model.style import Style
 from sim.software import Stack
 from sim.work import FIXED_ORDER, Kernel
@@ -116,7 +116,7 @@ def _flash(style: Style) -> Operator:
         saved.append(Tensor("score_mask", pairs, style.act))
     if copies_output(style):
         made = style.tokens * style.query_width
-        forward.append(elementwise("output_transpose", made, 2 * e, style.act, 1, "attention"))
+        forward.append(strided(style, elementwise("output_transpose", made, 2 * e, style.act, 1, "attention")))
         saved.append(Tensor("attention_made", made, style.act))
     return Operator("attention", tuple(forward), tuple(backward), saved=tuple(saved), core=True,
                     reading_s=_reading_s(style.stack))
@@ -156,7 +156,8 @@ def _eager(style: Style) -> Operator:
     scores = product(b * a, s, t, d, "tn", style.wide, operand, category="attention")
     values = product(b * a, s, d, t, "tn", style.wide, operand, category="attention")
     shape_kernels = _score_kernels(style)
-    output = elementwise("output_transpose", style.tokens * style.query_width, 2 * e, style.act, 1, "attention")
+    output = strided(style, elementwise("output_transpose", style.tokens * style.query_width, 2 * e, style.act, 1,
+                                        "attention"))
     forward = [scores, *shape_kernels[0], values, output]
     backward = [
         product(b * a, s, t, d, "nn", style.wide, operand, category="attention"),
@@ -168,10 +169,10 @@ def _eager(style: Style) -> Operator:
     if style.batch > 1 and style.modules != "megatron":
         # matmul flattens (batch, head) of transposed views, which takes a copy; Megatron's (s, b, ...) layout does not
         elements = style.tokens * style.query_width + 2 * style.batch * t * style.kv_width
-        forward.insert(0, elementwise("head_copies", elements, 2 * e, style.act, 3, "attention"))
+        forward.insert(0, strided(style, elementwise("head_copies", elements, 2 * e, style.act, 3, "attention")))
     if repeated(style):
         copies = style.batch * t * 2 * style.query_width
-        forward.insert(0, elementwise("repeat_kv", copies, 2 * e, style.act, 2, "attention"))
+        forward.insert(0, strided(style, elementwise("repeat_kv", copies, 2 * e, style.act, 2, "attention")))
         backward.append(elementwise("repeat_kv_backward", copies, 2 * e, style.act, 2, "attention"))
     if style.biased and not style.memory and style.tuned is None:
         backward += bias_backward(style)
@@ -227,8 +228,8 @@ def _score_kernels(style: Style) -> tuple[list[Kernel], list[Kernel]]:
     if bound is not None:
         forward.append(bound[0])
     if not fused:
-        steps = 3 if style.positions in ("alibi", "relative") else 2  # scale, mask (causal or padding), bias
-        forward.append(elementwise("scale_mask", elements, steps * 2 * e, style.act, steps, "attention"))
+        added = 2 if style.positions in ("alibi", "relative") else 1  # mask (causal or padding), bias: broadcast
+        forward += strided_chain("scale_mask", elements, [2 * e], [2 * e] * added, style.act, "attention")
     if w != e and not fused:
         forward.append(replace(cast("softmax_cast", elements, style.act, soft), category="attention"))
     forward.append(Kernel("softmax", soft, (rows, cols), "forward", 0.0, elements * 2 * (e if fused else w),

@@ -10,7 +10,7 @@ from dataclasses import replace
 from sim.model.architecture import Operator, Parameter, Tensor
 from sim.model.attention.core import core_operators
 from sim.model.attention.core_choice import uses_flash
-from sim.model.kernels import elementwise, joint, linear_operator, width
+from sim.model.kernels import ROTARY_VISITS, elementwise, joint, linear_operator, strided, width
 from sim.model.layers.norms import norm_operator
 from sim.model.style import Latent, Style
 from sim.work import Kernel
@@ -91,8 +91,8 @@ def _assemble(style: Style, latent: Latent) -> Operator:
                             2 * values) // 2
         return Operator("assemble", (elementwise("assemble", turned, 2 * e, style.act, 2),),
                         (elementwise("assemble_backward", turned, 2 * e, style.act, 2),), saved=saved)
-    spin = elementwise("rotary", rotated, 10 * e, style.act, 10)
-    join = elementwise("assemble", 2 * whole, 2 * e, style.act, 3)
-    back = (elementwise("assemble_backward", 2 * whole, 2 * e, style.act, 4),
-            elementwise("rotary_backward", rotated, 14 * e, style.act, 18))
+    spin = strided(style, elementwise("rotary", rotated, 10 * e, style.act, 10), ROTARY_VISITS)
+    join = strided(style, elementwise("assemble", 2 * whole, 2 * e, style.act, 3))
+    back = (strided(style, elementwise("assemble_backward", 2 * whole, 2 * e, style.act, 4)),
+            strided(style, elementwise("rotary_backward", rotated, 14 * e, style.act, 18), ROTARY_VISITS))
     return Operator("assemble", (spin, join), back, saved=saved)

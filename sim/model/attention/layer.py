@@ -14,7 +14,17 @@ from sim.model.attention.core import core_operators
 from sim.model.attention.core_choice import core_dtype, expands, in_math, repeated, spread_groups, uses_flash
 from sim.model.attention.head_exchange import within
 from sim.model.attention.head_norms import head_norms
-from sim.model.kernels import chain, elementwise, linear, linear_operator, linear_parameters, meeting, width
+from sim.model.kernels import (
+    ROTARY_VISITS,
+    elementwise,
+    linear,
+    linear_operator,
+    linear_parameters,
+    meeting,
+    strided,
+    strided_chain,
+    width,
+)
 from sim.model.style import Style
 from sim.work import Kernel
 
@@ -108,9 +118,10 @@ def _taken_apart(style: Style, outputs: int) -> tuple[list[Kernel], Kernel]:
     if style.joint_qkv == "parts":
         return [], gather
     pair = 2 * style.tokens * style.kv_width
-    copies = [elementwise("key_value_index", pair, 2 * e, style.act, 2)]
+    copies = [strided(style, elementwise("key_value_index", pair, 2 * e, style.act, 2))]
     if style.kv_heads > 1:
-        copies.append(elementwise("key_value_heads", 3 * style.tokens * style.query_width, 2 * e, style.act, 3))
+        copied = 3 * style.tokens * style.query_width
+        copies.append(strided(style, elementwise("key_value_heads", copied, 2 * e, style.act, 3)))
     return copies, gather
 
 
@@ -180,6 +191,7 @@ def _expansion(style: Style) -> Operator:
     moved = 2 * rows * (style.kv_width + style.query_width) * e
     forward, backward = (replace(elementwise(name, 2 * rows * style.query_width, e, style.act, 2), bytes=moved)
                          for name in ("expand_kv", "expand_kv_backward"))
+    forward = strided(style, forward)
     return Operator("rotary", (forward,), (backward,))
 
 
@@ -194,10 +206,11 @@ def _head_copies(style: Style) -> Operator:
     e, pair = width(style.act), style.tokens * 2 * style.kv_width
     whole = style.tokens * style.query_width + pair
     lengths = elementwise("sequence_lengths", style.tokens, 2.0, style.act, 6)
-    forward = (elementwise("heads_first", whole, 2 * e, style.act), elementwise("kv_cat", pair, 2 * e, style.act),
-               elementwise("kv_interleaved", pair, 2 * e, style.act), lengths)
-    backward = (elementwise("kv_gradient_cat", pair, 2 * e, style.act),
-                elementwise("heads_last", whole, 2 * e, style.act))
+    forward = (strided(style, elementwise("heads_first", whole, 2 * e, style.act)),
+               elementwise("kv_cat", pair, 2 * e, style.act),
+               strided(style, elementwise("kv_interleaved", pair, 2 * e, style.act)), lengths)
+    backward = (strided(style, elementwise("kv_gradient_cat", pair, 2 * e, style.act)),
+                strided(style, elementwise("heads_last", whole, 2 * e, style.act)))
     return Operator("rotary", forward, backward)
 
 
@@ -210,24 +223,30 @@ def _rotary(style: Style) -> Operator:
     whole = style.tokens * (style.query_width + style.kv_width)
     elements = whole * style.turned // style.head_dim if style.cut_heads else whole
     e, wide = width(style.act), width(style.residual)
-    compiled = style.stack.compile
-    if style.stack.fused_rope:
-        forward = elementwise("rotary", elements, 2 * e, style.act, 2)
-        backward = elementwise("rotary_backward", elements, 2 * e, style.act, 2)
-    else:
-        steps = [e + wide, e, 2 * e, e + wide, 3 * wide]
-        back = [2 * wide, 2 * wide, wide, 2 * wide, wide, 2 * wide, wide, 3 * wide, 3 * wide]
-        if wide != e:
-            steps.append(e + wide)
-            back.append(e + wide)
-        # once over q and once over k: twice the launches
-        forward, backward = (
-            replace(k, launches=2 * k.launches)
-            for k in (chain("rotary", elements, steps, 2 * e, style.act, compiled),
-                      chain("rotary_backward", elements, back, 2 * e, style.act, compiled))
-        )
-        if style.cut_heads:  # cat; two slices that fill a zeroed whole each, and their sum
-            joined = elementwise("rotary_cat", whole, e + wide, style.act, 2)
-            cut = elementwise("rotary_cut_backward", whole, (2 + 1 + 1 + 3) * e, style.act, 10)
-            return Operator("rotary", (forward, joined), (cut, backward), saved=tuple(_kept_queries_and_keys(style)))
-    return Operator("rotary", (forward,), (backward,), saved=tuple(_kept_queries_and_keys(style)))
+    forwards, backwards = _spelled_rotary(elements, e, wide, style.act)
+    if style.stack.fused_rope or style.stack.compile:
+        forwards = (elementwise("rotary", elements, 2 * e, style.act, 2),)
+        backwards = (elementwise("rotary_backward", elements, 2 * e, style.act, 2),)
+    if style.cut_heads and not style.stack.fused_rope:  # cat; two slices that fill a zeroed whole each, and their sum
+        joined = elementwise("rotary_cat", whole, e + wide, style.act, 2)
+        cut = elementwise("rotary_cut_backward", whole, (2 + 1 + 1 + 3) * e, style.act, 10)
+        forwards, backwards = (*forwards, joined), (cut, *backwards)
+    return Operator("rotary", forwards, backwards, saved=tuple(_kept_queries_and_keys(style)))
+
+
+def _spelled_rotary(elements: int, e: float, wide: float, dtype: str) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
+    """Hugging Face's operators on queries and keys. Heads stand behind tokens in memory and in front of them in
+    operators, so no kernel is vectorised but fills, casts and the sum of both halves' gradients.
+
+    Args:
+        elements: of queries and keys.
+        e, wide: bytes of an element, and of one multiplied by cos or sin.
+    """
+    narrowed = [] if wide == e else [e + wide]
+    forward = strided_chain("rotary", elements, narrowed, [e + wide, e, 2 * e, e + wide, 3 * wide], dtype,
+                            visits=ROTARY_VISITS)
+    backward = strided_chain("rotary_backward", elements, [wide, wide, 3 * wide, *narrowed],
+                             [2 * wide, 2 * wide, wide, wide, wide, 3 * wide], dtype, visits=ROTARY_VISITS)
+    forward, backward = (tuple(replace(k, launches=2 * k.launches) for k in way)  # once over q and once over k
+                         for way in (forward, backward))
+    return forward, backward

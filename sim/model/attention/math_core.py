@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from sim.model.architecture import Operator, Tensor
 from sim.model.attention.core_choice import core_dtype, masked, repeated
-from sim.model.kernels import cast, elementwise, product, width
+from sim.model.kernels import cast, elementwise, product, strided, width
 from sim.model.style import Style
 from sim.work import Kernel
 
@@ -42,11 +42,12 @@ def _given(style: Style, wide: str) -> list[Kernel]:
     copied = 2 * style.batch * style.keys * style.query_width
     found = [elementwise("scale", queries + pair // 2, 2 * w, wide, 2, _CATEGORY)]
     if wide != style.act:
-        found.insert(0, elementwise("math_casts", queries + pair, w + width(style.act), wide, 3, _CATEGORY))
+        casts = elementwise("math_casts", queries + pair, w + width(style.act), wide, 3, _CATEGORY)
+        found.insert(0, strided(style, casts))
     if repeated(style) and not style.broadcasts_keys:
-        found.append(elementwise("repeat_kv", copied, 2 * w, wide, 2, _CATEGORY))
+        found.append(strided(style, elementwise("repeat_kv", copied, 2 * w, wide, 2, _CATEGORY)))
     if style.batch > 1:
-        found.append(elementwise("head_copies", queries + copied, 2 * w, wide, 3, _CATEGORY))
+        found.append(strided(style, elementwise("head_copies", queries + copied, 2 * w, wide, 3, _CATEGORY)))
     return found
 
 
@@ -67,7 +68,8 @@ def _scores(style: Style, wide: str) -> tuple[list[Kernel], list[Kernel]]:
     zeros (`_safe_softmax`: softmax, eq, all, where); dropout; the weights in the call's dtype, which nobody reads."""
     rows, w = style.batch * style.heads * style.sequence, width(wide)
     elements = rows * style.keys
-    forward = [elementwise("mask", elements, 2 * w, wide, 1, _CATEGORY)] if style.causal or masked(style) else []
+    mask = strided(style, elementwise("mask", elements, 2 * w, wide, 1, _CATEGORY))
+    forward = [mask] if style.causal or masked(style) else []
     forward += [Kernel("softmax", wide, (rows, style.keys), "forward", 0.0, elements * 2.0 * w, _CATEGORY),
                 elementwise("safe_softmax", elements, 3 * w + 2, wide, 3, _CATEGORY)]
     backward = [Kernel("softmax", wide, (rows, style.keys), "backward", 0.0, elements * 3.0 * w, _CATEGORY)]
@@ -82,7 +84,7 @@ def _scores(style: Style, wide: str) -> tuple[list[Kernel], list[Kernel]]:
 def _made(style: Style, wide: str) -> tuple[list[Kernel], list[Kernel]]:
     """The output cast back, and copied from heads to tokens."""
     elements, e = style.tokens * style.query_width, width(style.act)
-    copy = elementwise("output_transpose", elements, 2 * e, style.act, 1, _CATEGORY)
+    copy = strided(style, elementwise("output_transpose", elements, 2 * e, style.act, 1, _CATEGORY))
     if wide == style.act:
         return [copy], []
     return [cast("output_cast", elements, wide, style.act), copy], [cast("output_cast", elements, style.act, wide)]

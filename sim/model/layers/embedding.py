@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sim.model.architecture import Layer, Operator, Parameter, Tensor
-from sim.model.kernels import column_sum, elementwise, joint, width
+from sim.model.kernels import column_sum, elementwise, joint, strided, width
 from sim.model.layers.residual import dropout_operator
 from sim.model.style import Style
 from sim.work import Kernel
@@ -40,6 +40,8 @@ def lookup(style: Style, table: Parameter) -> Operator:
     """
     rows, cols, e = style.tokens, style.hidden, width(style.weight)
     forward = Kernel("embedding", style.weight, (rows, cols), "forward", 0.0, 2 * rows * cols * e, "memory_bound")
+    if style.stack.compile:
+        forward = elementwise("lookup", rows * cols, 2 * e, style.weight)
     backward = [Kernel("embedding", style.weight, (rows, cols), "backward", 0.0,
                        (3 * rows * cols + table.numel) * e, "memory_bound", launches=6)]
     if style.tied:
@@ -56,7 +58,7 @@ def position_lookup(style: Style, positions: Parameter) -> Operator:
     rows, cols, e = style.sequence, style.hidden, width(style.weight)
     forward = (
         Kernel("embedding", style.weight, (rows, cols), "forward", 0.0, 2 * rows * cols * e, "memory_bound"),
-        elementwise("position_add", style.tokens * cols, 2 * e + e / style.batch, style.weight),
+        strided(style, elementwise("position_add", style.tokens * cols, 2 * e + e / style.batch, style.weight)),
     )
     backward = (
         column_sum("position_gradient_sum", style.batch, rows * cols, style.weight),

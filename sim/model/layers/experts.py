@@ -12,7 +12,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from sim.model.architecture import Joint, Operator, Parameter, Tensor
-from sim.model.kernels import elementwise, gradient_ready, joint, linear, linear_operator, linear_parameters, width
+from sim.model.kernels import (
+    elementwise,
+    gradient_ready,
+    joint,
+    linear,
+    linear_operator,
+    linear_parameters,
+    strided,
+    width,
+)
 from sim.model.layers.mlp import activation_operator, mlp_operators
 from sim.model.mixture import Experts
 from sim.model.style import Style
@@ -123,6 +132,8 @@ def _dispatch(style: Style, experts: Experts, source: str) -> Operator:
     elements, launches = max(1, rows) * style.hidden, loop(style, experts)
     forward = elementwise("dispatch", elements, 2 * e, source, launches if style.stack.compile else 2 * launches)
     backward = elementwise("dispatch_backward", elements, 2 * e + e / experts.top_k, source, launches)
+    if not style.stack.fused_permutation:
+        forward, backward = strided(style, forward), strided(style, backward)
     return Operator("dispatch", (forward,), (backward,), joint=_travels(style, experts, "dispatch", source))
 
 
@@ -140,8 +151,9 @@ def _combine(style: Style, experts: Experts) -> Operator:
         return Operator("combine", (elementwise("combine", elements, one, style.act),),
                         (elementwise("combine_backward", elements, one, style.act),), joint=travels)
     launches = _LOOP_LAUNCHES * loop(style, experts)
-    forward = elementwise("combine", elements, 4 * e + e / experts.top_k, style.act, launches)
-    backward = elementwise("combine_backward", elements, 5 * e, style.act, launches)
+    # weighting and index_add; index_select and weighting
+    forward = strided(style, elementwise("combine", elements, 4 * e + e / experts.top_k, style.act, launches), 2.0)
+    backward = strided(style, elementwise("combine_backward", elements, 5 * e, style.act, launches), 2.0)
     names = ("expert_outputs", "weighted_outputs") if style.takes_turns else ("expert_outputs",)
     return Operator("combine", (forward,), (backward,), joint=travels,
                     saved=tuple(Tensor(name, elements, style.act) for name in names))

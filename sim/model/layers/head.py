@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from sim.model.architecture import Joint, Layer, Operator, Parameter, Tensor
-from sim.model.kernels import cast, elementwise, joint, linear_operator, softcap, width
+from sim.model.kernels import cast, elementwise, joint, linear_operator, softcap, strided_chain, width
 from sim.model.layers.chunked import Ways, chunked_cut, chunked_forward, chunked_gathered, chunked_kept
 from sim.model.layers.norms import norm_operator
 from sim.model.style import Style
@@ -15,18 +15,15 @@ from sim.work import Kernel
 _NAMES = {"plain": ("ln_f", "head"), "gpt2": ("transformer.ln_f", "lm_head"),
           "transformers": ("model.norm", "lm_head"), "megatron": ("decoder.final_layernorm", "output_layer")}
 
-#: Bytes per logit of one evaluation of an unfused cross-entropy as a metric: log-softmax in fp32 reads and writes.
-_METRIC_BYTES = 8
+#: Bytes per logit of PyTorch's cross-entropy on a cut vocabulary, in elements read and written: maximum (1),
+#: exponential (2), sum (1), and both differences, from what is broadcast (2); backward fills with zeros (1), takes the
+#: exponential (2), adds (3), multiplies (2). Source: torch 2.6.0 distributed/tensor/parallel/loss.py.
+_SPLIT = ((1, 2, 1), (2, 2), (1, 2, 3, 2))
 
-#: Bytes per logit of PyTorch's cross-entropy on a cut vocabulary, in elements read and written: maximum (1), difference
-#: (2), exponential (2), sum (1), difference (2); backward fills with zeros (1), takes the exponential (2), adds (3),
-#: multiplies (2). Source: torch 2.6.0 distributed/tensor/parallel/loss.py.
-_SPLIT = ((1, 2, 2, 1, 2), (1, 2, 3, 2))
-
-#: Bytes per logit of Megatron's vocab-parallel cross-entropy on fp32 logits: maximum (4), subtraction in place (8),
-#: exp in place (8), sum (4), division in place (8); backward scales the kept softmax in place (8).
+#: Bytes per logit of Megatron's vocab-parallel cross-entropy on fp32 logits: maximum (4), exp in place (8), sum (4),
+#: and by what is broadcast subtraction and division in place (8); backward scales the kept softmax in place so (8).
 #: Source: megatron/core/tensor_parallel/cross_entropy.py.
-_VOCAB_PARALLEL = ((4, 8, 8, 4, 8), 8)
+_VOCAB_PARALLEL = ((4, 8, 4), (8, 8), (8,))
 
 
 def head_layer(style: Style) -> Layer:
@@ -96,7 +93,8 @@ def _upcast(style: Style) -> bool:
 
 
 def plain_loss(style: Style, rows: int, *, upcast: bool) -> Ways:
-    """log_softmax (read, write) and nll forward; nll's zero-filled gradient and log_softmax's (two reads, a write).
+    """log_softmax (read, write) and nll forward; nll's zero-filled gradient and log_softmax's, which reads the gradient
+    for its sum, then gradient and output, and writes (aten/src/ATen/native/cuda/SoftMax.cu, cunn_SoftMaxBackward).
 
     Args:
         upcast: whether it runs in fp32 on narrower logits.
@@ -105,19 +103,33 @@ def plain_loss(style: Style, rows: int, *, upcast: bool) -> Ways:
     dtype = "fp32" if upcast else style.act
     e = width(dtype)
     shape = (rows, style.vocab)
-    forward = [Kernel("cross_entropy", dtype, shape, "forward", 0.0, 2 * e * elements, "memory_bound", launches=2)]
-    backward = [Kernel("cross_entropy", dtype, shape, "backward", 0.0, 4 * e * elements, "memory_bound", launches=2)]
     if upcast and style.stack.loss_compiled:  # as `sim.model.eager.head.loss` keeps it
-        forward = [replace(forward[0], bytes=width(style.act) * elements)]
-        backward = [replace(backward[0], bytes=2 * width(style.act) * elements)]
-        return forward, backward, (Tensor("logits", elements, style.act), Tensor("loss_statistics", 2 * rows, "fp32"))
+        narrow = width(style.act) * elements
+        one, back = (Kernel("cross_entropy", dtype, shape, way, 0.0, passes * narrow, "memory_bound", launches=2)
+                     for way, passes in (("forward", 1), ("backward", 2)))
+        return [one], [back], (Tensor("logits", elements, style.act), Tensor("loss_statistics", 2 * rows, "fp32"))
+    forward = [log_softmax(rows, style.vocab, dtype), _picked("nll", rows, 2)]
+    backward = [elementwise("log_softmax_backward", elements, 5 * e, dtype, 2), _picked("nll_backward", rows, 1)]
     if style.splits_loss:
-        (forward, backward) = ([replace(one, bytes=sum(steps) * e * elements, launches=len(steps))]
-                               for one, steps in zip((*forward, *backward), _SPLIT, strict=True))
+        steps, strided, behind = ([e * step for step in part] for part in _SPLIT)
+        forward = list(strided_chain("split_loss", elements, steps, strided, dtype))
+        backward = list(strided_chain("split_loss_backward", elements, behind, (), dtype))
     if upcast:
         forward.insert(0, cast("logits_cast", elements, style.act, dtype))
         backward.append(cast("logits_gradient_cast", elements, dtype, style.act))
     return forward, backward, (Tensor("log_softmax", elements, dtype),)
+
+
+def log_softmax(rows: int, cols: int, dtype: str) -> Kernel:
+    """The first of cross-entropy's two kernels, which works off a row as softmax does."""
+    return Kernel("softmax", dtype, (rows, cols), "forward", 0.0, 2 * width(dtype) * rows * cols, "memory_bound")
+
+
+def _picked(name: str, rows: int, loads: int) -> Kernel:
+    """nll over all rows by one warp (aten/src/ATen/native/cuda/Loss.cu, nll_loss_forward_reduce_cuda_kernel_2d: one
+    block of NLL_LOSS_THREADS = 32), `loads` that wait for one another a row: its label, the element that says. Its few
+    bytes are not what it takes."""
+    return Kernel("elementwise", "fp32", (rows * loads,), name, 0.0, 0.0, "memory_bound", kernel="one_warp")
 
 
 def _fused(style: Style, rows: int) -> tuple[list[Kernel], list[Kernel], tuple[Tensor, ...]]:
@@ -141,9 +153,9 @@ def _in_place(style: Style, rows: int) -> tuple[list[Kernel], list[Kernel], tupl
 def _vocab_parallel(style: Style, rows: int) -> tuple[list[Kernel], list[Kernel], tuple[Tensor, ...]]:
     """Megatron's chain of kernels on fp32 logits; the softmax is kept."""
     elements = rows * style.vocab
-    steps, back = _VOCAB_PARALLEL
-    forward = [elementwise("vocab_parallel_cross_entropy", elements, sum(steps), "fp32", len(steps))]
-    backward = [elementwise("vocab_parallel_cross_entropy_backward", elements, back, "fp32")]
+    steps, strided, back = _VOCAB_PARALLEL
+    forward = list(strided_chain("vocab_parallel_cross_entropy", elements, steps, strided, "fp32"))
+    backward = list(strided_chain("vocab_parallel_cross_entropy_backward", elements, (), back, "fp32"))
     if width(style.act) < 4:
         forward.insert(0, cast("logits_cast", elements, style.act, "fp32"))
         backward.append(cast("logits_gradient_cast", elements, "fp32", style.act))
@@ -154,6 +166,5 @@ def _metrics(style: Style, rows: int) -> list[Kernel]:
     """Losses evaluated again as training metrics, without gradients, under autocast's fp32 rule."""
     if not style.stack.metric_losses:
         return []
-    per_logit = _METRIC_BYTES + (width(style.act) + 4 if width(style.act) < 4 else 0)
-    count = style.stack.metric_losses
-    return [elementwise("metric_loss", rows * style.vocab, count * per_logit, "fp32", 3 * count)]
+    casts = [cast("metric_cast", rows * style.vocab, style.act, "fp32")] * (width(style.act) < 4)
+    return [*casts, log_softmax(rows, style.vocab, "fp32"), _picked("nll", rows, 2)] * style.stack.metric_losses

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sim.model.architecture import Operator, Parameter, Tensor
-from sim.model.kernels import cast, chain, elementwise, linear, linear_operator, linear_parameters, meeting, width
+from sim.model.kernels import (
+    cast,
+    chain,
+    elementwise,
+    linear,
+    linear_operator,
+    linear_parameters,
+    meeting,
+    strided_chain,
+    width,
+)
 from sim.model.layers.residual import dropout_operator
 from sim.model.style import Style
 from sim.work import Kernel
@@ -106,11 +116,15 @@ def _gated_activation(style: Style) -> tuple[Operator, str]:
     fused = style.stack.fused_swiglu or style.stack.compile
     if style.spells_gelu and not fused:
         return _spelled_gate(style)
-    forward = chain("gated_activation", elements, [2 * e, 3 * e], 3 * e, style.act, fused)
-    backward = chain("gated_activation_backward", elements, [3 * e, 3 * e, 3 * e], 5 * e, style.act, fused)
     kept = ["gate", "up"] if fused else ["gate", "activated_gate", "up"]
     saved = tuple(Tensor(name, elements, style.act) for name in kept)
-    return Operator("activation", (forward,), (backward,), saved=saved), style.act
+    # merged, gate and up are slices of what one product made
+    forwards = strided_chain("gated_activation", elements, (), [2 * e, 3 * e], style.act)
+    backwards = strided_chain("gated_activation_backward", elements, [3 * e], [3 * e, 3 * e], style.act)
+    if fused or not style.merges_gate:
+        forwards = (chain("gated_activation", elements, [2 * e, 3 * e], 3 * e, style.act, fused),)
+        backwards = (chain("gated_activation_backward", elements, [3 * e, 3 * e, 3 * e], 5 * e, style.act, fused),)
+    return Operator("activation", forwards, backwards, saved=saved), style.act
 
 
 def _spelled_gate(style: Style) -> tuple[Operator, str]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sim.model.architecture import Operator, Parameter, Tensor
-from sim.model.kernels import chain, width
+from sim.model.kernels import chain, strided_chain, width
 from sim.model.style import Style
 from sim.work import Kernel
 
 #: Passes over the activation: forward reads x and writes y; backward reads dy and x and writes dx in one kernel, and
 #: reads dy and x again for the weight gradients in a second. Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu.
-_FORWARD_PASSES, _BACKWARD_PASSES, _WEIGHT_PASSES = 2, 5, 2
+_FORWARD_PASSES, _INPUT_PASSES, _WEIGHT_PASSES = 2, 3, 2
+_BACKWARD_PASSES = _INPUT_PASSES + _WEIGHT_PASSES
 #: Of a norm in operators: the product that the weight's gradient is the sum of (two reads, a write), and that sum.
 _SPELLED_WEIGHT = 4
 #: A persistent kernel keeps its row in registers and its weight gradients beside it: backward reads dy and x once, and
@@ -39,30 +41,43 @@ def norm_operator(
     names = ("weight", "bias") if layer_norm and style.bias else ("weight",)
     parameters = tuple(Parameter(f"{module}.{n}", (cols,)) for n in names)
     if style.spelled_rmsnorm:
-        forward, backward, saved = _hugging_face_rmsnorm(style, name, rows, cols)
+        forwards, backwards, saved = _hugging_face_rmsnorm(style, name, rows, cols)
     else:
         per_pass = rows * cols * width(style.residual)
         forward = Kernel("norm", style.residual, (rows, cols), "forward", 0.0, _FORWARD_PASSES * per_pass,
                          "memory_bound")
         kernel = "persistent" if _persistent(style, cols) else ""
-        passes = _PERSISTENT_BACKWARD_PASSES if kernel else _BACKWARD_PASSES
-        forward = replace(forward, kernel=kernel or "norm_looped" * style.stack.compile)
-        backward = Kernel("norm", style.residual, (rows, cols), "backward", 0.0, passes * per_pass, "memory_bound",
-                          launches=2, kernel=kernel)
+        forwards = (replace(forward, kernel=kernel or "norm_looped" * style.stack.compile),)
+        backwards = _backward(style, rows, cols, kernel)
         statistics = ("mean", "rstd") if layer_norm else ("rstd",)
         saved = (Tensor(f"{name}_input", rows * cols, style.residual),
                  *(Tensor(f"{name}_{s}", rows, "fp32") for s in statistics))
-    return Operator(name, (forward,), (backward,), parameters, saved), parameters
+    return Operator(name, forwards, backwards, parameters, saved), parameters
 
 
-def frozen_backward(style: Style, kernel: Kernel) -> Kernel:
-    """A norm's backward without what makes its weights' gradients: of PyTorch's kernels the second, which reads two of
-    five times; of operators the two products' first and the sum behind it (`_hugging_face_rmsnorm`)."""
-    if style.spelled_rmsnorm and not style.stack.compile and style.kind != "decoder":
-        gone = kernel.shape[0] * _SPELLED_WEIGHT * (4.0 if style.wide_norm else width(style.residual))
-        return replace(kernel, bytes=kernel.bytes - gone, launches=kernel.launches - 2)
-    return replace(kernel, bytes=kernel.bytes * (1 - _WEIGHT_PASSES / _BACKWARD_PASSES),
-                   launches=max(1, kernel.launches - 1))
+def _backward(style: Style, rows: int, cols: int, kernel: str) -> tuple[Kernel, ...]:
+    """Kernels of a norm's gradients, whatever of them `kernel` or torch.compile puts together."""
+    per_pass = rows * cols * width(style.residual)
+    whole = Kernel("norm", style.residual, (rows, cols), "backward", 0.0, _BACKWARD_PASSES * per_pass, "memory_bound",
+                   launches=2, kernel=kernel)
+    if kernel:
+        return (replace(whole, bytes=_PERSISTENT_BACKWARD_PASSES * per_pass),)
+    if style.stack.compile:
+        return (whole,)
+    return (replace(whole, variant="inputs", bytes=_INPUT_PASSES * per_pass, launches=1),
+            replace(whole, variant="weights", bytes=_WEIGHT_PASSES * per_pass, launches=1))
+
+
+def frozen_backward(style: Style, kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
+    """A norm's backward without what makes its weights' gradients: of PyTorch's kernels the second; of operators the
+    two products' first and the sum behind it (`_hugging_face_rmsnorm`); of one kernel two of five passes."""
+    if style.spelled_rmsnorm and not style.stack.compile:
+        made = {k: replace(k, bytes=k.bytes - k.shape[0] * _SPELLED_WEIGHT * (4.0 if style.wide_norm else width(
+            style.residual)), launches=k.launches - 2) for k in kernels if k.kernel != "scalar"}
+        return tuple(made.get(k, k) for k in kernels)
+    left = 1 - _WEIGHT_PASSES / _BACKWARD_PASSES
+    return tuple(replace(k, bytes=k.bytes * left, launches=max(1, k.launches - 1)) if k.variant == "backward" else k
+                 for k in kernels if k.variant != "weights")
 
 
 def _persistent(style: Style, cols: int) -> bool:
@@ -71,11 +86,14 @@ def _persistent(style: Style, cols: int) -> bool:
     return kernel == "persistent" or (kernel == "listed" and cols in _PERSISTENT_COLS)
 
 
-def _hugging_face_rmsnorm(style: Style, name: str, rows: int, cols: int) -> tuple[Kernel, Kernel, tuple[Tensor, ...]]:
-    """LlamaRMSNorm in operators: to fp32, pow, mean, rsqrt, mul, to the input's dtype, mul with the weight.
+def _hugging_face_rmsnorm(
+    style: Style, name: str, rows: int, cols: int,
+) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...], tuple[Tensor, ...]]:
+    """LlamaRMSNorm in operators: to fp32, pow, mean, add, rsqrt, mul, to the input's dtype, mul with the weight.
 
     What it keeps: the fp32 input (pow and mul), rsqrt's output, and the normalised tensor (mul with the weight). The
-    steps count bytes per element; rows of one element per token (mean's output, rsqrt) are not counted. T5LayerNorm
+    steps count bytes per element; kernels on one element per token (add, rsqrt) count for their launch. The cast to
+    fp32 and products with what is broadcast (rsqrt, weight, the mean's gradient) are no vectorised kernels. T5LayerNorm
     multiplies the input as it came, not its fp32 copy, and keeps both where they differ. Gemma's and OLMo-2's weight
     multiplies before the cast (`rmsnorm-fp32`), so that the normalised tensor is kept in fp32.
     Source: transformers/models/llama/modeling_llama.py, t5/modeling_t5.py, gemma2/modeling_gemma2.py (Gemma2RMSNorm),
@@ -83,20 +101,21 @@ def _hugging_face_rmsnorm(style: Style, name: str, rows: int, cols: int) -> tupl
     """
     elements = rows * cols
     e = width(style.residual)
-    to = [] if e == 4 else [e + 4.0]
+    to: list[float] = [] if e == 4 else [e + 4.0]
     wide = style.wide_norm
-    weighted = [8, *to] if wide else [*to, 2 * e]
-    forward = chain(name, elements, [*to, 8, 4, 8, *weighted], 2 * e, style.residual, style.stack.compile)
-    # d weight: mul, sum; d normalised: mul; cast; mul rule: two products and a sum; mean, pow: expand, copy, two
-    # products; accumulation; cast
-    behind = [*to, 12, 4, 8] if wide else [3 * e, e, 2 * e, *to]
-    steps = [*behind, 8, 12, 4, 8, 8, 12, 12, *to]
-    backward = chain(name, elements, steps, _BACKWARD_PASSES * e, style.residual, style.stack.compile)
+    times = 4.0 if wide else e
     if style.stack.compile:  # one fused kernel, which keeps what a fused norm keeps
-        return forward, backward, (Tensor(f"{name}_input", elements, style.residual),
-                                   Tensor(f"{name}_rstd", rows, "fp32"))
+        forward, backward = (chain(name, elements, (), passes * e, style.residual, True)
+                             for passes in (_FORWARD_PASSES, _BACKWARD_PASSES))
+        return (forward,), (backward,), (Tensor(f"{name}_input", elements, style.residual),
+                                         Tensor(f"{name}_rstd", rows, "fp32"))
+    forwards = strided_chain(name, elements, [8, 4, 0, 0, *to], [*to, 8, 2 * times], style.residual)
+    # d weight: mul, sum; d normalised: mul; cast; mul rule: two products and a sum; rsqrt on rows; mean: div; pow:
+    # pow and two products; accumulation; cast
+    backwards = strided_chain(f"{name}_backward", elements, [3 * times, times, 12, 4, 0, 0, 0, 8, 8, 12, 12, *to],
+                              [2 * times, *to, 8, 4], style.residual)
     saved = [Tensor(f"{name}_input_fp32", elements, "fp32"), Tensor(f"{name}_rsqrt", rows, "fp32"),
              Tensor(f"{name}_normalised", elements, "fp32" if wide else style.residual)]
     if style.kind == "encoder-decoder" and e != 4:
         saved.append(Tensor(f"{name}_input", elements, style.residual))
-    return forward, backward, tuple(saved)
+    return forwards, backwards, tuple(saved)

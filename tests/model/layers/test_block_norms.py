@@ -88,7 +88,19 @@ def test_a_weight_that_multiplies_in_fp32_keeps_four_bytes_an_element() -> None:
                   for norm in ("rmsnorm", "rmsnorm-fp32"))
     kept = [sum(t.elements * {"fp32": 4, "bf16": 2}[t.dtype] for t in op.saved) for op in (half, wide)]
     assert kept == [TOKENS * (HIDDEN * (4 + 2) + 4), TOKENS * (HIDDEN * (4 + 4) + 4)]
-    assert wide.forward[0].bytes > half.forward[0].bytes and wide.backward[0].bytes > half.backward[0].bytes
+    for way in ("forward", "backward"):
+        moved = [sum(k.bytes for k in getattr(op, way)) for op in (half, wide)]
+        assert moved[1] > moved[0]
+
+
+def test_what_is_broadcast_or_cast_up_is_handled_one_element_at_a_time() -> None:
+    """An RMSNorm in operators: forward the cast to fp32 and two products, backward two products, a cast and the mean's
+    div; on fake tensors of torch 2.13.0 these are the kernels whose operands are not all contiguous and of one dtype."""
+    norm = next(op for op in made(norm="rmsnorm").stack[1].operators if op.name == "norm1")
+    assert [(k.kernel, k.shape[0] // (TOKENS * HIDDEN), k.launches) for k in norm.forward] == [
+        ("", 1, 5), ("scalar", 3, 3)]
+    assert [(k.kernel, k.shape[0] // (TOKENS * HIDDEN), k.launches) for k in norm.backward] == [
+        ("", 1, 12), ("scalar", 4, 4)]
 
 
 def test_bounds_are_three_operators_each_way() -> None:
