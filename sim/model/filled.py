@@ -54,7 +54,8 @@ def _fill(kernel: Kernel, style: Style, products: bool) -> tuple[Kernel, ...]:
 def _filled_bytes(kernel: Kernel, style: Style, products: bool) -> float:
     """Bytes of what `kernel` writes to that are filled before it does."""
     e, shape = width(kernel.dtype), kernel.shape
-    if (kernel.op == "norm" and kernel.variant != "weights") or (kernel.op == "embedding" and kernel.variant == "forward"):
+    normed = kernel.op == "norm" and kernel.variant != "weights"
+    if normed or (kernel.op == "embedding" and kernel.variant == "forward"):
         return shape[0] * shape[1] * e
     if kernel.op == "attention":
         batch, heads, kv_heads, queries, keys, dim = shape

@@ -27,6 +27,7 @@ from sim.work import DTYPE_BYTES, Kernel
 _WARP = 32
 _ISSUE_LANES = 128  # four schedulers of an SM issue one instruction of a warp each per cycle (Volta to Blackwell)
 _LOAD_BYTES = 16  # the widest load of a thread
+_WIDE_BYTES = 4  # an element of fp32
 _MOST_THREADS = 1024
 _PERSISTENT_COLS = 1024  # up to here a warp holds a softmax row in registers (PersistentSoftmax.cuh)
 #: Joins a block's waiting and its memory traffic, by passes over the row (1 = they add, infinite = the longer counts).
@@ -54,7 +55,9 @@ class Block:
     parts: tuple[float, ...] = (1.0,)
 
 
-_SOFTMAX_INSTRUCTIONS = 27.0
+#: By bytes of an element: in 16 bits liger's softmax takes as long per element on an RTX 3090 as on a B200, by SMs and
+#: clock (1,024 to 4,096 columns: 97-140; backward 81).
+_SOFTMAX_INSTRUCTIONS = {2.0: 100.0, 4.0: 27.0}
 #: By `Kernel.kernel`, or by operation where that is empty. 12 layer-norm blocks of 128 threads share an SM: the tables
 #: of 2560 columns jump at 12 x 108 rows (A100) and 12 x 132 (H100).
 _BLOCKS = {
@@ -90,7 +93,8 @@ def block_of(kernel: Kernel) -> Block | None:
         return None
     elements = int(_LOAD_BYTES / DTYPE_BYTES[kernel.dtype])
     threads = 2 ** math.ceil(math.log2(cols / elements / 2))
-    return Block(max(_WARP, min(_MOST_THREADS, threads)), elements, 2, _SOFTMAX_INSTRUCTIONS)
+    instructions = _SOFTMAX_INSTRUCTIONS[DTYPE_BYTES[kernel.dtype] if _is_atens(kernel) else _WIDE_BYTES]
+    return Block(max(_WARP, min(_MOST_THREADS, threads)), elements, 2, instructions)
 
 
 def resident(block: Block, cols: int, rates: Rates) -> tuple[int, int]:
@@ -103,8 +107,15 @@ def _slots(kernel: Kernel) -> float:
     """Issue slots an element of a kernel that no block by rows stands for."""
     if kernel.op == "elementwise":
         return _ONE_AT_A_TIME["scalar"] if kernel.kernel == "scalar" else _INSTRUCTIONS.get(kernel.variant, 0.0)
+    if kernel.op == "softmax" and DTYPE_BYTES[kernel.dtype] < _WIDE_BYTES and _is_atens(kernel):
+        return _SOFTMAX_INSTRUCTIONS[DTYPE_BYTES[kernel.dtype]]
     one = (kernel.op, kernel.variant) in (("embedding", "forward"), ("norm", "weights"))
     return _ONE_AT_A_TIME[kernel.op] if one else 0.0
+
+
+def _is_atens(kernel: Kernel) -> bool:
+    """Whether a softmax is PyTorch's own."""
+    return kernel.kernel != "fused"
 
 
 def joined_s(kernel: Kernel, moving_s: float, rates: Rates, gpu: Gpu, sms: int) -> float:

@@ -232,8 +232,9 @@ def _score_kernels(style: Style) -> tuple[list[Kernel], list[Kernel]]:
         forward += strided_chain("scale_mask", elements, [2 * e], [2 * e] * added, style.act, "attention")
     if w != e and not fused:
         forward.append(replace(cast("softmax_cast", elements, style.act, soft), category="attention"))
+    own = "fused" if fused else ""
     forward.append(Kernel("softmax", soft, (rows, cols), "forward", 0.0, elements * 2 * (e if fused else w),
-                          "attention"))
+                          "attention", kernel=own))
     if w != e and not fused:
         forward.append(replace(cast("softmax_cast", elements, soft, style.act), category="attention"))
     if style.dropout:
@@ -242,7 +243,7 @@ def _score_kernels(style: Style) -> tuple[list[Kernel], list[Kernel]]:
     if w != e and not fused:
         backward.append(replace(cast("softmax_gradient_cast", elements, style.act, soft), category="attention"))
     backward.append(Kernel("softmax", soft, (rows, cols), "backward", 0.0, elements * 3 * (e if fused else w),
-                           "attention"))
+                           "attention", kernel=own))
     if not fused:
         if w != e:
             backward.append(replace(cast("softmax_gradient_cast", elements, soft, style.act), category="attention"))

@@ -383,6 +383,25 @@ def test_arithmetic_of_half_precision_gelu_outlasts_its_bytes() -> None:
     assert device.times([gelu])[0] > 1.15 * device.times([relu])[0]
 
 
+def test_one_element_at_a_time_goes_by_sms_and_clock_where_memory_is_faster() -> None:
+    """102 issue slots of 128 lanes, 1.25 elements a clock and SM: longer than bytes take in 16 bits, not in 32."""
+    card = gpu("h100-80g-sxm")
+    device, rate = Device(card), 128 / 102 * card.boost_mhz * 1e6 * card.sms
+    product_, sum_ = (Kernel("elementwise", dtype, (2**28,), "x", 0.0, 3.0 * width * 2**28, "memory_bound",
+                             kernel="scalar") for dtype, width in (("bf16", 2), ("fp32", 4)))
+    assert device.times([product_])[0] == pytest.approx(2**28 / rate, rel=0.01)
+    assert device.times([sum_])[0] == pytest.approx(device.times([replace(sum_, kernel="")])[0])
+    assert device.times([product_])[0] > 1.5 * device.times([replace(product_, kernel="")])[0]
+
+
+def test_nll_waits_for_one_warp() -> None:
+    """A label, then the logit it names: two latencies for every 32 rows, whatever the vocabulary."""
+    card = gpu("a100-80g-sxm")
+    rates = Rates(card)
+    nll = Kernel("elementwise", "fp32", (2 * 16384,), "nll", 0.0, 0.0, "memory_bound", kernel="one_warp")
+    assert Device(card).times([nll])[0] == pytest.approx(16384 / 32 * 2 * rates.latency_s + rates.start_s)
+
+
 def test_a_norm_reads_long_rows_twice_from_memory() -> None:
     # 12 rows on each of 108 SMs: 4 KB rows stay in L1, 64 KB rows (85 MB) fit no cache: 3 accesses instead of 2.
     share = Rates(gpu("a100-80g-pcie")).memory_share("elementwise")

@@ -95,7 +95,7 @@ def test_a_weight_that_multiplies_in_fp32_keeps_four_bytes_an_element() -> None:
 
 def test_what_is_broadcast_or_cast_up_is_handled_one_element_at_a_time() -> None:
     """An RMSNorm in operators: forward the cast to fp32 and two products, backward two products, a cast and the mean's
-    div; on fake tensors of torch 2.13.0 these are the kernels whose operands are not all contiguous and of one dtype."""
+    div: on fake tensors of torch 2.13.0 the kernels whose operands are not all contiguous and of one dtype."""
     norm = next(op for op in made(norm="rmsnorm").stack[1].operators if op.name == "norm1")
     assert [(k.kernel, k.shape[0] // (TOKENS * HIDDEN), k.launches) for k in norm.forward] == [
         ("", 1, 5), ("scalar", 3, 3)]
