@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.calibration.fit_kernels import Outcome, assess
-from sim.calibration.kernels import experts
+from sim.calibration.kernels import eager, experts
 from sim.calibration.kernels.tables import groups
 from sim.hardware import Device, gpu
 from sim.hardware.kernels.operators import attention_kernel, product_kernel, row_wise_kernel
@@ -136,7 +136,7 @@ def markdown(found: Sequence[Line]) -> str:
         errors = " | ".join((_percent(line.median), _percent(line.p90), f"{100 * line.bias:+.1f}%",
                              _percent(line.shapes_out), _percent(line.gpu_out)))
         text.append(f"| {line.name} | {line.subset} | {line.rows} | {aim} | {errors} | {line.stand_in} |")
-    text += ["", *_compared([line for line in found if line.compared]), *experts.section(),
+    text += ["", *_compared([line for line in found if line.compared]), *eager.section(), *experts.section(),
              "## Pictures", "", "![matrix products](kernels_products.png)", "",
              "![residuals of matrix products by work](kernels_residuals.png)", "",
              "![residuals of AIConfigurator's linear layers by work](kernels_aic.png)", "",

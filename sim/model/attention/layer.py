@@ -228,9 +228,10 @@ def _rotary(style: Style) -> Operator:
         forwards = (elementwise("rotary", elements, 2 * e, style.act, 2),)
         backwards = (elementwise("rotary_backward", elements, 2 * e, style.act, 2),)
     if style.cut_heads and not style.stack.fused_rope:  # cat; two slices that fill a zeroed whole each, and their sum
-        joined = elementwise("rotary_cat", whole, e + wide, style.act, 2)
-        cut = elementwise("rotary_cut_backward", whole, (2 + 1 + 1 + 3) * e, style.act, 10)
-        forwards, backwards = (*forwards, joined), (cut, *backwards)
+        joined = strided(style, elementwise("rotary_cat", whole, e + wide, style.act, 2))
+        filled = elementwise("rotary_cut_backward", whole, (2 + 3) * e, style.act, 6)
+        copied = strided(style, elementwise("rotary_cut_backward", whole, 2 * e, style.act, 4))
+        forwards, backwards = (*forwards, joined), (filled, copied, *backwards)
     return Operator("rotary", forwards, backwards, saved=tuple(_kept_queries_and_keys(style)))
 
 

@@ -35,8 +35,8 @@ _COMPILED_ROUTER = (4, 4)
 #: Kernels a loop over experts adds for each: where, two index reads, multiply, index_add, slicing.
 _LOOP_LAUNCHES = 5
 #: Of an element picked by its row's number, or put back so, and of one added up (index_add_: an atomic in 16 bits), in
-#: visits of a product with what is broadcast: a lookup's, and what Liger's benchmark leaves of Hugging Face's loop on an
-#: H100 with eight experts, whose kernels hide the host (forward 4.5 ms, of which products and activation take 1.2).
+#: visits of a product with what is broadcast: a lookup's, and what Liger's benchmark leaves of Hugging Face's loop on
+#: an H100 with eight experts, whose kernels hide the host (forward 4.5 ms, of which products and activation take 1.2).
 _PICKED, _ADDED = 2.5, 4.5
 
 
