@@ -30,7 +30,7 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
     model, training, precision = scenario.model, scenario.training, scenario.training.precision
     if stack.reentrant and scenario.parallel.strategy != "fsdp":
         stack = replace(stack, early_stop=False)
-    stack = _fitting(stack, model)
+    stack = fitting(stack, model)
     fused, widest = _sdpa(scenario, stack)
     if fused:
         stack = replace(stack, unpadding="none")  # which is of flash-attn's wrapper
@@ -87,7 +87,7 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
     )
 
 
-def _fitting(stack: Stack, model: Any) -> Stack:
+def fitting(stack: Stack, model: Any) -> Stack:
     """The stack without fused kernels that decoders with RMSNorm alone have, for any other model."""
     if stack.fused_models == "every" or (model.kind == "decoder" and model.norm != "layernorm"):
         return stack
