@@ -139,6 +139,14 @@ def test_arguments(read: Read, arguments: dict[str, Any], expected: dict[str, An
     assert not found.of("unknown")
 
 
+def test_liger_is_of_the_release_of_the_year(read: Read) -> None:
+    found = read(config(), {**BATCH, "use_liger_kernel": True}, sets=(*ON, "software.year=2024"))
+    assert found.scenario.software.versions == {"liger_kernel": "0.5"} and not found.of("left")
+    found = read(config(), {**BATCH, "use_liger_kernel": True, "liger_kernel_config": {"rms_norm": False}})
+    assert [(note.said.rpartition(": ")[2], "all three together" in note.text) for note in found.of("left")] == [
+        ("liger_kernel_config.rms_norm", True)]
+
+
 @pytest.mark.parametrize(("optim", "arguments", "precision"), [
     ("paged_adamw_32bit", {}, {"name": "pure-bf16", "optimizer": "fp32"}),
     ("lion_32bit", {}, {"name": "pure-bf16", "optimizer": "fp32"}),

@@ -1,8 +1,8 @@
 """Liger Kernel, wherever a file of Hugging Face's tools turns it on: its loss in chunks, and its other kernels.
 
-Source: transformers 5.24 training_args.py (use_liger_kernel, liger_kernel_config), integrations/liger.py; axolotl 0.19
-integrations/liger/args.py; LLaMA-Factory 0.9 model/model_utils/liger_kernel.py; liger-kernel 0.8.5
-transformers/monkey_patch.py (what is on by default: rope, rms_norm, swiglu or geglu, fused_linear_cross_entropy).
+Source: trl 1.16 trainer/grpo_trainer.py (use_liger_kernel, liger_kernel_config); liger-kernel 0.8.5
+transformers/monkey_patch.py (on by default: rope, rms_norm, swiglu or geglu, fused_linear_cross_entropy); that
+transformers hands liger_kernel_config on as it is, and axolotl's names: recalled.
 """
 
 from __future__ import annotations
