@@ -85,10 +85,11 @@ class Kernel:
         causal: for attention, whether a kernel may skip the upper triangle.
         launches: how many CUDA kernels (and host operator calls) this stands for. 0 = rides inside its neighbour.
         kernel: implementation where it matters to speed (`flash1`, `flash2`, `flash3`, `triton`, `eager`, of backward
-            with `FIXED_ORDER` behind; of rows those of `row_blocks.py`; of norms `persistent`; of softmax `fused` with
-            what stands around it; of products `expanding` and `marlin`: by weights that the main loop expands from
-            fewer bits; `uneven`: a batch whose members differ in m, their mean; `streamed`: of one row, a sum over
-            weights; of element-wise ones `scalar`: one at a time, and `one_warp`: by 32 threads in all), else "".
+            with `FIXED_ORDER` behind; of rows those of `row_blocks.py`; of norms `persistent`, `per_sm`; of softmax
+            `fused` with what stands around it; of products `expanding` and `marlin`: by weights that the main loop
+            expands from fewer bits; `uneven`: a batch whose members differ in m, their mean; `streamed`: of one row, a
+            sum over weights; of element-wise ones `scalar`: one at a time, and `one_warp`: by 32 threads in all),
+            else "".
     """
 
     op: str

@@ -30,6 +30,7 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
     model, training, precision = scenario.model, scenario.training, scenario.training.precision
     if stack.reentrant and scenario.parallel.strategy != "fsdp":
         stack = replace(stack, early_stop=False)
+    stack = fitting(stack, model)
     fused, widest = _sdpa(scenario, stack)
     if fused:
         stack = replace(stack, unpadding="none")  # which is of flash-attn's wrapper
@@ -84,6 +85,14 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         parted=_parted(scenario, stack),
         widened=gradient if whole and tuned is None and DTYPE_BYTES[gradient] > DTYPE_BYTES[weight] else "",
     )
+
+
+def fitting(stack: Stack, model: Any) -> Stack:
+    """The stack without fused kernels that decoders with RMSNorm alone have, for any other model."""
+    if stack.fused_models == "every" or (model.kind == "decoder" and model.norm != "layernorm"):
+        return stack
+    return replace(stack, fused_rmsnorm=False, fused_rope=False, fused_swiglu=False, fused_in_place=False,
+                   norm_kernel="two_pass")
 
 
 def _sdpa(scenario: Any, stack: Stack) -> tuple[tuple[str, ...], int]:

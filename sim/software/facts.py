@@ -56,6 +56,12 @@ def packages() -> tuple[str, ...]:
     return tuple(_profile(_ROOT)["releases"])
 
 
+def release(package: str, year: int | None = None) -> str:
+    """The release of a package that a project typically ran in a year; none given: the latest that is known."""
+    by_year = _profile(_ROOT)["releases"][package]
+    return _release(by_year, max(by_year) if year is None else year)
+
+
 def is_release(text: str) -> bool:
     """Whether a version says something: a number, or a name that stands for one. Else the year's release counts."""
     return bool(_version(text)) or text in _NAMED

@@ -80,8 +80,13 @@ class Stack:
             bias + dropout + residual).
         fused_latent_rope: latent attention's queries are turned in place, and its keys and values written whole, by a
             kernel each.
+        fused_models: whose modules have those kernels of norms, rotary positions and MLPs: every model's, or rmsnorm
+            (decoders with RMSNorm alone).
+        fused_in_place: they write over what they read: rotary positions over queries and keys, gradients of gate and up
+            over what was kept of these, a norm's gradient over its output's.
         norm_kernel: two_pass (backward reads its inputs again for the weight gradients), persistent (a row is read once
-            each way), or listed (so, where the width is one that apex's kernel was built for).
+            each way), listed (so, where the width is one that apex's kernel was built for), or per_sm (so, backward by
+            one program on each SM, which goes through its rows one by one).
         rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
         merged_gate: plain modules make gate and up by one product of one matrix, and split what comes out.
         separate_qkv: plain decoders have three matrices for queries, keys and values; else one.
@@ -259,6 +264,8 @@ class Stack:
     fused_rope: bool
     fused_latent_rope: bool
     fused_rmsnorm: bool
+    fused_models: str
+    fused_in_place: bool
     norm_kernel: str
     rmsnorm_kernel: bool
     fused_softmax: bool

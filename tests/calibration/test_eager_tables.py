@@ -38,11 +38,20 @@ def test_what_a_benchmark_adds_is_counted() -> None:
 
 @pytest.mark.parametrize(("op", "least", "most"), [
     ("rotary", -0.05, 0.14), ("gate", -0.11, 0.08), ("cross_entropy", -0.05, 0.07), ("vocab_parallel", -0.05, 0.0),
-    ("rms_norm_spelled", -0.2, 0.0), ("embedding", -0.02, 0.02), ("rms_norm", -0.13, 0.0), ("softmax", -0.04, 0.24)])
+    ("rms_norm_spelled", -0.2, 0.0), ("embedding", -0.02, 0.02), ("rms_norm", -0.13, 0.0), ("softmax", -0.04, 0.24),
+    ("rms_norm_liger", -0.16, 0.01), ("rms_norm_rows", 0.0, 0.17), ("rotary_liger", -0.08, 0.0),
+    ("gate_liger", -0.09, 0.01)])
 def test_each_operator_is_near_what_was_measured(op: str, least: float, most: float) -> None:
     """Medians by GPU and direction. The spelled-out norm's weight was fp32 there, whose products move more."""
     medians = [float(np.median(found)) for (name, *_), found in errors(ROWS).items() if name == op]
     assert medians and least <= min(medians) and max(medians) <= most
+
+
+def test_liger_s_norm_runs_backward_by_one_program_an_sm() -> None:
+    """Since 0.4; before, a kernel wrote a gradient of the weight for every row, which a second one summed."""
+    forward, backward, *_ = kernels(row("rms_norm_liger", "both"))
+    assert (forward.kernel, backward.kernel, backward.launches) == ("persistent", "per_sm", 3)
+    assert [k.variant for k in kernels(row("rms_norm_rows", "backward"))] == ["inputs", "weights"]
 
 
 def test_unvectorised_kernels_go_by_sms_and_clock() -> None:

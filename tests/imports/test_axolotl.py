@@ -69,6 +69,7 @@ def test_fp8_products_and_gathers(read: Read) -> None:
     assert (precision["parameters"], precision["reduce"]) == ("fp32", "bf16")
     assert fields(found, "software.compile", "training.chunked_loss", "training.recompute", "software.fsdp",
                   "training.attention") == [True, True, "none", 2, "flash"]
+    assert at(found, "software.versions") == {"liger_kernel": "0.8"} and "liger_layer_norm" in names(found, "left")
     assert not found.of("unknown")
 
 
@@ -142,6 +143,8 @@ def test_recomputation_and_where_activations_live(read: Read, more: dict[str, An
     ({"chunked_cross_entropy": True}, {"training.chunked_loss": True}),
     ({"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"], "cut_cross_entropy": False},
      {"training.chunked_loss": None}),
+    *(({"liger_rms_norm": True, "liger_rope": True, gate: True}, {"software.versions": {"liger_kernel": "0.8"}})
+      for gate in ("liger_glu_activation", "liger_swiglu")),
     ({"torch_compile": "auto"}, {"software.compile": True}), ({"ddp_bucket_cap_mb": 50}, {"parallel.bucket_mb": 50.0}),
     ({"context_parallel_size": 2, **FSDP}, {"parallel.context": 2, "parallel.context_exchange": "ring"}),
     ({"sequence_parallel_degree": 2, "sample_packing": True, **FSDP},
@@ -164,7 +167,10 @@ def test_fields(read: Read, more: dict[str, Any], expected: dict[str, Any]) -> N
     ({"attn_implementation": "fp8", **FSDP}, "attn_implementation", "counted in 16 bits"),
     ({"unfrozen_parameters": ["lm_head"]}, "unfrozen_parameters", "training of all"),
     ({"sample_packing": True}, "sample_packing", "training.document=N"),
-    ({"liger_rms_norm": True}, "liger_rms_norm", "no field"),
+    ({"liger_rms_norm": True}, "liger_rms_norm", "all three together"),
+    ({"liger_rms_norm": True, "liger_rope": True}, "liger_rms_norm", "(liger_rms_norm, liger_rope)"),
+    ({"liger_layer_norm": True}, "liger_layer_norm", "layer norm is not simulated"),
+    ({"liger_cross_entropy": True}, "liger_cross_entropy", "whole logits"),
     ({**LORA, "lora_mlp_kernel": True}, "lora_mlp_kernel", "not simulated"),
     ({**LORA, "lora_mlp_kernel": None}, "adapter", "turns on by itself"),
     ({"gpu_count": 4}, "gpu_count", "gpus_per_node=N"), ({"optimizer": "dion"}, "optimizer", "orthogonalisation"),

@@ -122,7 +122,12 @@ def test_what_lora_cannot_say_is_left(read: Read) -> None:
     ({"model_init_kwargs": {"attn_implementation": "sdpa", "dtype": "bfloat16"}},
      {"training.attention": "sdpa", "training.precision": "pure-bf16"}),
     ({"ddp_bucket_cap_mb": 100}, {"parallel.bucket_mb": 100.0}),
-    ({"use_liger_kernel": True}, {"training.chunked_loss": True}),
+    ({"use_liger_kernel": True}, {"training.chunked_loss": True, "software.versions": {"liger_kernel": "0.8"}}),
+    ({"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False, "cross_entropy": True}},
+     {"training.chunked_loss": None, "software.versions": {"liger_kernel": "0.8"}}),
+    ({"use_liger_kernel": True, "liger_kernel_config": {"rope": False}},
+     {"training.chunked_loss": True, "software.versions": None}),
+    ({"use_liger_kernel": False}, {"training.chunked_loss": None, "software.versions": None}),
     ({"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
      {"parallel.reduce_every_micro_step": True}),
     ({"fsdp": True, "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
@@ -132,6 +137,14 @@ def test_arguments(read: Read, arguments: dict[str, Any], expected: dict[str, An
     found = read(config(), {**BATCH, **arguments})
     assert {path: at(found, path) for path in expected} == expected
     assert not found.of("unknown")
+
+
+def test_liger_is_of_the_release_of_the_year(read: Read) -> None:
+    found = read(config(), {**BATCH, "use_liger_kernel": True}, sets=(*ON, "software.year=2024"))
+    assert found.scenario.software.versions == {"liger_kernel": "0.5"} and not found.of("left")
+    found = read(config(), {**BATCH, "use_liger_kernel": True, "liger_kernel_config": {"rms_norm": False}})
+    assert [(note.said.rpartition(": ")[2], "all three together" in note.text) for note in found.of("left")] == [
+        ("liger_kernel_config.rms_norm", True)]
 
 
 @pytest.mark.parametrize(("optim", "arguments", "precision"), [

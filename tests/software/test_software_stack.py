@@ -11,7 +11,7 @@ import yaml
 import sim.software
 from sim.errors import UserError
 from sim.scenario.fields.schema import Schedule
-from sim.software import facts_of, profile_names, stack_for
+from sim.software import facts_of, profile_names, release, stack_for
 
 PROFILES = Path(sim.software.__file__).parent / "profiles"
 CONFIDENCE = {"documented", "recalled", "measured", "estimated", "inferred"}
@@ -116,6 +116,24 @@ def test_unfused_stacks_do_without_their_optional_kernels(framework: str, facts:
     fused, plain = (stack_for(framework, 2026, fused=fused) for fused in (True, False))
     assert {name: getattr(plain, name) for name in facts} == facts
     assert all(getattr(fused, name) != value for name, value in facts.items())
+
+
+@pytest.mark.parametrize(("versions", "modules", "fused", "norm"), [
+    ({"liger_kernel": "0.8"}, "transformers", True, "per_sm"),
+    ({"liger_kernel": "0.3.1"}, "transformers", True, "two_pass"),
+    ({}, "transformers", False, "two_pass"), ({"liger_kernel": "0.8"}, "plain", False, "two_pass"),
+    ({"liger_kernel": "latest"}, "transformers", False, "two_pass"),  # no release: said as if nothing was
+])
+def test_liger_s_kernels_are_those_of_hugging_face_s_modules_that_name_it(
+        versions: dict[str, str], modules: str, fused: bool, norm: str) -> None:
+    for framework in ("pytorch", "deepspeed"):
+        stack = stack_for(framework, 2026, versions=versions, modules=modules)
+        assert {stack.fused_rmsnorm, stack.fused_rope, stack.fused_swiglu, stack.fused_in_place} == {fused}
+        assert (stack.norm_kernel, stack.fused_models) == (norm, "rmsnorm" if fused else "every")
+
+
+def test_a_release_by_year() -> None:
+    assert [release("liger_kernel", year) for year in (2023, 2025, None)] == ["0.5", "0.6", "0.8"]
 
 
 def test_an_unknown_framework_is_the_user_s_fault() -> None:

@@ -25,8 +25,9 @@ _PATTERN = {
     ("elementwise", "forward"): "elementwise", ("optimizer", "forward"): "elementwise",
     ("reduction", "forward"): "reduction", ("rows", "forward"): "elementwise",
 }
-#: A persistent norm holds its row as a fused softmax does and waits for the same reductions over it.
-_PERSISTENT_NORM = {"forward": "elementwise", "backward": "softmax"}
+#: A norm that holds its row does so as a fused softmax does, and waits for the same reductions over it.
+_HOLDING = ("persistent", "per_sm")
+_HOLDING_NORM = {"forward": "elementwise", "backward": "softmax"}
 #: How sharply what exceeds a cache is evicted, between streaming (1) and a full flush (infinite): rows in work, and the
 #: inputs that a kernel finds of the one before (vidur's sums, just produced, ask for 1, neusight's old inputs for 4).
 _EVICTION, _STREAMED = 4, 2
@@ -36,8 +37,8 @@ _ON_CHIP_ROW_BYTES = 48 * 1024 - 256  # an aligned softmax row that fits in shar
 
 def pattern(kernel: Kernel) -> str:
     """Class of access pattern: element-wise streams, softmax, or sums over columns and scattered rows."""
-    if kernel.op == "norm" and kernel.kernel == "persistent":
-        return _PERSISTENT_NORM[kernel.variant]
+    if kernel.op == "norm" and kernel.kernel in _HOLDING:
+        return _HOLDING_NORM[kernel.variant]
     found = _PATTERN.get((kernel.op, kernel.variant)) or _PATTERN.get((kernel.op, "forward"))
     if found is None:
         raise ValueError(f"no time model for operation '{kernel.op}'")

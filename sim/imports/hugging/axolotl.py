@@ -12,6 +12,7 @@ from sim.imports.hugging.adapters import LINEAR
 from sim.imports.hugging.axolotl_names import IDLE, LEFT
 from sim.imports.hugging.facts import FP8_GATHER, Job, inner, renamed, set_apart
 from sim.imports.hugging.fsdp import read_fsdp, read_mesh
+from sim.imports.hugging.liger import read_axolotls
 from sim.imports.hugging.trainer import read_arguments
 from sim.imports.settings import Said, Settings, mapping_at, one_of, peek, switch, take_whole, word_of
 
@@ -51,8 +52,6 @@ _OPTIMIZERS = {
     "muon": ("muon", "PyTorch's Muon is counted"),
     **dict.fromkeys(("dion", "sinkgd", "polora"), ("muon", "its own orthogonalisation is not simulated")),
 }
-_LIGER = ("liger_rope", "liger_rms_norm", "liger_rms_norm_gated", "liger_layer_norm", "liger_swiglu",
-          "liger_glu_activation", "liger_cross_entropy", "liger_cross_entropy_loss")
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 #: What the Trainer's reader would read otherwise.
 _OWN = ("bf16", "bfloat16", "fp16", "float16", "tf32", "load_in_4bit", "load_in_8bit", "gradient_checkpointing",
@@ -362,10 +361,7 @@ def _loss(settings: Settings, job: Job) -> None:
         draft.leave(said, "a loss in chunks over tensor ranks is not simulated: whole logits are counted")
     elif said is not None:
         draft.take("training.chunked_loss", True, said, "" if found else "the plugin's default of cut_cross_entropy")
-    fused = [said for name in _LIGER if (said := switch(settings, name)) is not None]
-    for said in fused[:1]:
-        draft.leave(said, "Liger's fused norms, rotary positions and MLPs have no field"
-                    + (f" ({', '.join(one.name for one in fused)})" if len(fused) > 1 else ""))
+    read_axolotls(settings, draft)
 
 
 def _optimizer(settings: Settings, job: Job) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from sim.errors import Fault, UserError, nearest
 from sim.imports.hugging.adapters import LINEAR, read_lora
 from sim.imports.hugging.facts import FP8_GATHER, Job, dtype_of, renamed, set_apart
+from sim.imports.hugging.liger import take_kernels
 from sim.imports.hugging.trainer import read_arguments
 from sim.imports.settings import Settings, one_of, peek, switch, take_whole, word_of
 
@@ -203,8 +204,7 @@ def _logits(settings: Settings, job: Job) -> list[str]:
     stage, liger = peek(settings, "stage"), switch(settings, "use_liger_kernel")
     if liger is None or stage is None or stage.word() in ("pt", "sft"):
         return []
-    job.draft.leave(liger, "Liger's fused norms, rotary positions and MLPs have no field; its chunked loss is off in "
-                           f"stage {stage.word()}")
+    take_kernels(job.draft, liger, f"without its loss in chunks, which stage {stage.word()} turns off")
     return ["use_liger_kernel"]
 
 

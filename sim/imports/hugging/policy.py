@@ -158,7 +158,7 @@ def _zero(job: Job, weights: str, half: str | None) -> tuple[str | dict[str, str
             row[name] = job.of(fact)
     row |= job.of("narrow") or {}
     if row["gather"] == "int8" and row["parameters"] == "bf16":
-        job.draft.assume("software.versions", {"deepspeed": "0.19.8"}, "quantised gathers of bf16 parameters go wrong "
-                         "in releases before 0.19")
+        job.draft.assume("software.versions.deepspeed", "0.19.8", "quantised gathers of bf16 parameters go wrong in "
+                         "releases before 0.19")
     named = [name for name, known in PRECISIONS.items() if known == row]
     return (named[0] if named else row), why

@@ -12,6 +12,7 @@ from sim.imports.hugging.adapters import read_lora_arguments, read_quantised
 from sim.imports.hugging.deepspeed import read_deepspeed_json
 from sim.imports.hugging.facts import Job, dtype_of, inner
 from sim.imports.hugging.fsdp import read_fsdp, read_mesh
+from sim.imports.hugging.liger import read_liger
 from sim.imports.hugging.optimizers import read_optimizer
 from sim.imports.settings import Said, Settings, mapping_at, one_of, peek, switch, word_of
 from sim.scenario.named.presets import preset
@@ -83,7 +84,7 @@ _IDLE = (
 
 def read_arguments(settings: Settings, job: Job) -> None:
     """All of the arguments; what they leave out is assumed when everything is read."""
-    mapping_at(settings, "quantization_config")
+    mapping_at(settings, "quantization_config", "liger_kernel_config")
     job.arguments, job.hugging = settings, True
     if not job.tool and not any(settings.has(name) for name in _NOT_TRL):
         job.trl = job.trl or any(settings.has(name) for name in _TRL)
@@ -248,9 +249,7 @@ def _rest(settings: Settings, job: Job) -> None:
         draft.take("training.attention", "flash", old)
     if (said := settings.get("ddp_bucket_cap_mb")) is not None and said.number() > 0:
         draft.take("parallel.bucket_mb", said.number(), said)
-    if (said := switch(settings, "use_liger_kernel", "use_liger")) is not None:
-        draft.take("training.chunked_loss", True, said, "Liger's fused linear cross-entropy")
-        draft.leave(said, "Liger's fused norms, rotary positions and MLPs have no field; its chunked loss is taken")
+    read_liger(settings, draft)
     loss = peek(settings, "loss_type")
     if loss is not None and loss.value == "chunked_nll":
         draft.take("training.chunked_loss", True, settings.get("loss_type") or loss)

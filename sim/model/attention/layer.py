@@ -225,8 +225,9 @@ def _rotary(style: Style) -> Operator:
     e, wide = width(style.act), width(style.residual)
     forwards, backwards = _spelled_rotary(elements, e, wide, style.act)
     if style.stack.fused_rope or style.stack.compile:
-        forwards = (elementwise("rotary", elements, 2 * e, style.act, 2),)
-        backwards = (elementwise("rotary_backward", elements, 2 * e, style.act, 2),)
+        launches = 1 if style.stack.fused_in_place else 2
+        forwards = (elementwise("rotary", elements, 2 * e, style.act, launches),)
+        backwards = (elementwise("rotary_backward", elements, 2 * e, style.act, launches),)
     if style.cut_heads and not style.stack.fused_rope:  # cat; two slices that fill a zeroed whole each, and their sum
         joined = strided(style, elementwise("rotary_cat", whole, e + wide, style.act, 2))
         filled = elementwise("rotary_cut_backward", whole, (2 + 3) * e, style.act, 6)

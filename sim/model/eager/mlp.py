@@ -11,6 +11,7 @@ from sim.model.eager.products import column, entered, row
 from sim.model.eager.tensors import operations as op
 from sim.model.eager.tensors.autograd import Run, Tensor
 from sim.model.eager.tensors.narrow import keeping
+from sim.model.eager.tensors.storage import Storage
 from sim.model.style import Style
 
 #: silu_backward as PyTorch composes it from sigmoid, ones, products and a sum: five tensors beside the gradient. That
@@ -73,8 +74,12 @@ def _gated(run: Run, style: Style, ffn: int, up: Callable[[int], Tensor]) -> Ten
     if style.stack.fused_swiglu or style.stack.compile:
         gate, other = (up(ffn) for _ in range(2))
         run.at("activation")
-        elements, dtype = gate.elements, gate.dtype
-        node = run.node(lambda run, _: [run.new(elements, dtype), run.new(elements, dtype)], (gate.sink, other.sink))
+        elements, dtype, over = gate.elements, gate.dtype, style.stack.fused_in_place
+
+        def rule(run: Run, _: object) -> list[Storage | None]:
+            return [*run.overwritten()] if over else [run.new(elements, dtype), run.new(elements, dtype)]
+
+        node = run.node(rule, (gate.sink, other.sink))
         run.save(node, gate.storage, other.storage)
         return Tensor(run.new(elements, dtype), elements, dtype, node.output())
     gate = up(ffn)

@@ -17,7 +17,9 @@ def norm(run: Run, style: Style, x: Tensor, name: str) -> Tensor:
     if style.norm == "layernorm":
         return op.layer_norm(run, x, style.hidden, (1 + style.bias) * trained, 2, style.weight)
     if not style.spelled_rmsnorm or style.stack.compile:
-        return op.layer_norm(run, x, style.hidden, int(trained), 1, style.weight)
+        # a norm behind a sub-layer leaves its output's gradient to the sum, too (liger_kernel: in_place=False)
+        over = style.stack.fused_in_place and style.block_norms == "input"
+        return op.layer_norm(run, x, style.hidden, int(trained), 1, style.weight, over)
     half = style.stack.residual_dtype_follows_autocast or style.stack.low_precision_norm  # whatever the weight's dtype
     return rms_norm(run, x, style.hidden, style.weight, trained, promotes=not half, wide=style.wide_norm)
 

@@ -20,6 +20,9 @@ _SPELLED_WEIGHT = 4
 #: a second launch adds up what thread blocks left (apex contrib layer_norm ln_bwd_kernels.cuh, which became
 #: TransformerEngine's; flash_attn ops/triton/layer_norm.py, _layer_norm_bwd_kernel; from memory).
 _PERSISTENT_BACKWARD_PASSES = 3
+#: One program an SM holds the weight's gradient as well; behind it the sum over SMs and its cast. Source: liger_kernel
+#: 0.5.0 to 0.8.5 ops/rms_norm.py, rms_norm_backward (its forward gives each row a block, which holds it).
+_PER_SM_LAUNCHES = 3
 #: Widths that apex's FastLayerNorm is built for; others fall back to its two-pass kernel. Source: megatron-core 0.5.0
 #: and 0.12.1 fusions/fused_layer_norm.py, persist_ln_hidden_sizes.
 _PERSISTENT_COLS = frozenset((
@@ -46,8 +49,8 @@ def norm_operator(
         per_pass = rows * cols * width(style.residual)
         forward = Kernel("norm", style.residual, (rows, cols), "forward", 0.0, _FORWARD_PASSES * per_pass,
                          "memory_bound")
-        kernel = "persistent" if _persistent(style, cols) else ""
-        forwards = (replace(forward, kernel=kernel or "norm_looped" * style.stack.compile),)
+        kernel = _held(style, cols)
+        forwards = (replace(forward, kernel="persistent" if kernel else "norm_looped" * style.stack.compile),)
         backwards = _backward(style, rows, cols, kernel)
         statistics = ("mean", "rstd") if layer_norm else ("rstd",)
         saved = (Tensor(f"{name}_input", rows * cols, style.residual),
@@ -61,7 +64,8 @@ def _backward(style: Style, rows: int, cols: int, kernel: str) -> tuple[Kernel, 
     whole = Kernel("norm", style.residual, (rows, cols), "backward", 0.0, _BACKWARD_PASSES * per_pass, "memory_bound",
                    launches=2, kernel=kernel)
     if kernel:
-        return (replace(whole, bytes=_PERSISTENT_BACKWARD_PASSES * per_pass),)
+        launches = _PER_SM_LAUNCHES if kernel == "per_sm" else whole.launches
+        return (replace(whole, bytes=_PERSISTENT_BACKWARD_PASSES * per_pass, launches=launches),)
     if style.stack.compile:
         return (whole,)
     return (replace(whole, variant="inputs", bytes=_INPUT_PASSES * per_pass, launches=1),
@@ -70,7 +74,10 @@ def _backward(style: Style, rows: int, cols: int, kernel: str) -> tuple[Kernel, 
 
 def frozen_backward(style: Style, kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
     """A norm's backward without what makes its weights' gradients: of PyTorch's kernels the second; of operators the
-    two products' first and the sum behind it (`_hugging_face_rmsnorm`); of one kernel two of five passes."""
+    two products' first and the sum behind it (`_hugging_face_rmsnorm`); of one kernel two of five passes, but for
+    one program an SM, which does not sum and is no faster (liger_kernel 0.8.5: COMPUTE_DW; earlier ones sum, too)."""
+    if any(k.kernel == "per_sm" for k in kernels):
+        return tuple(replace(k, launches=1) for k in kernels)
     if style.spelled_rmsnorm and not style.stack.compile:
         made = {k: replace(k, bytes=k.bytes - k.shape[0] * _SPELLED_WEIGHT * (4.0 if style.wide_norm else width(
             style.residual)), launches=k.launches - 2) for k in kernels if k.kernel != "scalar"}
@@ -80,10 +87,11 @@ def frozen_backward(style: Style, kernels: Sequence[Kernel]) -> tuple[Kernel, ..
                  for k in kernels if k.variant != "weights")
 
 
-def _persistent(style: Style, cols: int) -> bool:
-    """Whether a row is read once each way."""
+def _held(style: Style, cols: int) -> str:
+    """The kernel that reads a row once each way: persistent or per_sm; "" where none does."""
     kernel = style.stack.norm_kernel
-    return kernel == "persistent" or (kernel == "listed" and cols in _PERSISTENT_COLS)
+    listed = "persistent" if cols in _PERSISTENT_COLS else ""
+    return {"listed": listed, "two_pass": ""}.get(kernel, kernel)
 
 
 def _hugging_face_rmsnorm(

@@ -4,6 +4,7 @@ silence."""
 from __future__ import annotations
 
 from sim.errors import nearest
+from sim.model.scenario_style import fitting
 from sim.network import Topology
 from sim.network.fabric.topology import generation_of, reads_gpus, speeds
 from sim.report.advice.candidates import own_half
@@ -116,6 +117,19 @@ def versions_in_vain(scenario: Scenario) -> list[str]:
     likely = next((found for name in others if (found := nearest(name, known))), "")
     return [*nameless, f"software: versions of {', '.join(others)} change nothing: facts go by releases of "
             f"{', '.join(known)}, and else by the year{f'; {likely}' if likely else ''}"]
+
+
+def kernels_in_vain(scenario: Scenario) -> list[str]:
+    """A warning where Liger Kernel is named and none of its kernels is in the model's modules."""
+    release, software = scenario.software.versions.get("liger_kernel"), scenario.software
+    if release is None or not is_release(release):
+        return []
+    stack = stack_of(software)
+    if software.modules != "transformers":
+        return ["software: versions.liger_kernel changes nothing: its kernels stand in for parts of Hugging Face's "
+                "modules (software.modules: transformers)"]
+    return [] if fitting(stack, scenario.model) is stack else [
+        "software: versions.liger_kernel changes nothing: it has kernels for decoders with RMSNorm alone"]
 
 
 def zero_plus_plus_in_vain(scenario: Scenario) -> list[str]:
@@ -314,11 +328,11 @@ def links_of_other_cards(scenario: Scenario) -> list[str]:
 
 
 #: What is asked in vain, in the order in which it is said.
-_ASKED = (links_in_vain, links_of_other_cards, both_directions, direct_over_sockets, overlap_in_vain,
-          prefetch_in_vain, takes_turns, zero_plus_plus_in_vain, algorithm_in_vain, schedule_of_another,
-          same_tokens, versions_in_vain, determinism, accumulation_in_vain, autocast_alone, fused_bias_in_vain,
-          cache_in_vain, token_budget_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain, not_flash,
-          documents_in_vain, joint_beside_frozen)
+_ASKED = (links_in_vain, links_of_other_cards, both_directions, direct_over_sockets, overlap_in_vain, prefetch_in_vain,
+          takes_turns, zero_plus_plus_in_vain, algorithm_in_vain, schedule_of_another, same_tokens, versions_in_vain,
+          kernels_in_vain, determinism, accumulation_in_vain, autocast_alone, fused_bias_in_vain, cache_in_vain,
+          token_budget_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain, not_flash, documents_in_vain,
+          joint_beside_frozen)
 
 
 def in_vain(scenario: Scenario) -> list[str]:

@@ -16,6 +16,7 @@ from sim.report.warned.asked import (
     determinism,
     direct_over_sockets,
     fused_bias_in_vain,
+    kernels_in_vain,
     links_in_vain,
     links_of_other_cards,
     overlap_in_vain,
@@ -101,6 +102,19 @@ def test_versions_that_say_nothing_are_named(versions: dict[str, str], said: lis
     assert len(told) == bool(said) and all(part in text for text in told for part in said)
     if said:
         assert stack_of(asked.software) == stack_of(asked.software.model_copy(update={"versions": {}}))
+
+
+@pytest.mark.parametrize(("model", "modules", "release", "said"), [
+    ("llama-3.1-8b", "transformers", "0.8", ""), ("llama-3.1-8b", "plain", "0.8", "software.modules: transformers"),
+    ("gpt2", "transformers", "0.8", "RMSNorm alone"), ("t5-base", "transformers", "0.8", "RMSNorm alone"),
+    ("gpt2", "transformers", "newest", "")])
+def test_liger_s_kernels_are_said_to_change_nothing_where_no_module_has_them(
+        model: str, modules: str, release: str, said: str) -> None:
+    told = kernels_in_vain(resolve({
+        "name": "x", "cluster": {"topology": "dgx-a100-80g"}, "model": {"preset": model},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128},
+        "software": {"modules": modules, "versions": {"liger_kernel": release}}}))
+    assert len(told) == bool(said) and all(said in text for text in told)
 
 
 @pytest.mark.parametrize(("topology", "nodes", "algorithm", "said"), [

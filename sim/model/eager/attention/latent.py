@@ -140,19 +140,13 @@ def _assembled(run: Run, style: Style, latent: Latent, q_compressed: Tensor, kv_
     kv = _up(run, style, kv_compressed, keys, "kv", latent.nope + latent.value)
     run.at("assemble")
     if style.stack.fused_latent_rope:
-        return _in_place(run, q), *_written(run, style, latent, kv, k_pos_emb)
+        return op.overwritten(run, q), *_written(run, style, latent, kv, k_pos_emb)
     q_no_pe, q_pos_emb = op.split(run, q, [style.tokens * heads * n for n in (latent.nope, latent.rope)])
     k_no_pe, value = op.split(run, kv, [style.tokens * heads * n for n in (latent.nope, latent.value)])
     q_pos_emb, k_pos_emb = _turned(run, style, q_pos_emb), _turned(run, style, k_pos_emb)
     query = _joined(run, q_no_pe, q_pos_emb)
     key = _joined(run, k_no_pe, _spread(run, k_pos_emb, heads))
     return query, key, op.clone(run, value)
-
-
-def _in_place(run: Run, q: Tensor) -> Tensor:
-    """`fused_apply_mla_rope_for_q` turns queries where they are, and so their gradient."""
-    node = run.node(lambda _, g: [g[0]], (q.sink,))
-    return Tensor(q.storage, q.elements, q.dtype, node.output())
 
 
 def _written(run: Run, style: Style, latent: Latent, kv: Tensor, k_pos_emb: Tensor) -> tuple[Tensor, Tensor]:

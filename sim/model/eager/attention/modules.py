@@ -143,6 +143,8 @@ def _copied(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor) -
 
 def _rotary(run: Run, style: Style, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """apply_rotary_pos_emb; cos and sin are the embedding layer's and in the residual stream's dtype."""
+    if style.stack.fused_rope and style.stack.fused_in_place:
+        return op.overwritten(run, query), op.overwritten(run, key)
     if style.stack.fused_rope or style.stack.compile:
         return op.unary(run, query), op.unary(run, key)
     return _turned(run, style, query), _turned(run, style, key)

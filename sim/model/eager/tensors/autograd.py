@@ -350,6 +350,13 @@ class Run:
         if self._running is not None and self._running.frame is not None:
             self._running.saved.clear()
 
+    def overwritten(self) -> list[Storage]:
+        """What the running node saved, for gradients to be written over it."""
+        assert self._running is not None
+        for storage in self._running.saved:
+            storage.become(self.kind)
+        return list(self._running.saved)
+
     def _execute(self, node: Node) -> None:
         gradients, node.gradients, self._running = node.gradients, [], node
         results = list(node.rule(self, gradients))

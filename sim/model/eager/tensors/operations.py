@@ -55,6 +55,12 @@ def unary(
     return out
 
 
+def overwritten(run: Run, x: Tensor) -> Tensor:
+    """An operator that writes over its input, and backward over the output's gradient."""
+    node = run.node(lambda _, g: [g[0]], (x.sink,))
+    return Tensor(x.storage, x.elements, x.dtype, node.output())
+
+
 def scale(run: Run, x: Tensor) -> Tensor:
     """Multiplication by a number."""
     return unary(run, x)
@@ -270,12 +276,15 @@ def widened(run: Run, x: Tensor, parts: int) -> Tensor:
     return _result(run, node, elements * parts, dtype)
 
 
-def layer_norm(run: Run, x: Tensor, cols: int, parameters: int, statistics: int, dtype: str) -> Tensor:
-    """`native_layer_norm` (2 statistics per row) or a fused RMS norm (1), with `parameters` of `cols` elements."""
+def layer_norm(run: Run, x: Tensor, cols: int, parameters: int, statistics: int, dtype: str,
+               in_place: bool = False) -> Tensor:
+    """`native_layer_norm` (2 statistics per row) or a fused RMS norm (1), with `parameters` of `cols` elements, whose
+    gradient may go where its output's was (`in_place`)."""
     elements, source, rows, needed = x.elements, x.dtype, x.elements // cols, x.sink is not None
 
-    def rule(run: Run, _: Gradients) -> Gradients:
-        return [run.new(elements, source) if needed else None, *(run.new(cols, dtype) for _ in range(parameters))]
+    def rule(run: Run, g: Gradients) -> Gradients:
+        over = (g[0] if in_place else run.new(elements, source)) if needed else None
+        return [over, *(run.new(cols, dtype) for _ in range(parameters))]
 
     node = run.node(rule, (x.sink, *(Weight(cols, dtype) for _ in range(parameters))))
     run.save(node, x.storage)
