@@ -74,9 +74,9 @@ def _backward(style: Style, rows: int, cols: int, kernel: str) -> tuple[Kernel, 
 
 def frozen_backward(style: Style, kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
     """A norm's backward without what makes its weights' gradients: of PyTorch's kernels the second; of operators the
-    two products' first and the sum behind it (`_hugging_face_rmsnorm`); of one kernel two of five passes, but for
-    one program an SM, which does not sum and is no faster (liger_kernel 0.8.5: COMPUTE_DW; earlier ones sum, too)."""
-    if any(k.kernel == "per_sm" for k in kernels):
+    two products' first and the sum behind it (`_hugging_face_rmsnorm`); of one compiled kernel two of five passes. A
+    kernel that holds a row moves the same bytes and is no faster (liger_kernel 0.8.5: COMPUTE_DW; earlier ones sum)."""
+    if any(k.kernel in ("per_sm", "persistent") for k in kernels):
         return tuple(replace(k, launches=1) for k in kernels)
     if style.spelled_rmsnorm and not style.stack.compile:
         made = {k: replace(k, bytes=k.bytes - k.shape[0] * _SPELLED_WEIGHT * (4.0 if style.wide_norm else width(
