@@ -227,8 +227,10 @@ def _score_kernels(style: Style) -> tuple[list[Kernel], list[Kernel]]:
     bound = softcap("score_softcap", elements, style.act, fused, "attention") if style.score_softcap else None
     if bound is not None:
         forward.append(bound[0])
-    if not fused:
-        added = 2 if style.positions in ("alibi", "relative") else 1  # mask (causal or padding), bias: broadcast
+    if style.biased and not fused:  # T5 does not scale, and its mask is in the bias, whole, which the first block makes
+        forward.append(elementwise("scale_mask", elements, 3 * e, style.act, 1, "attention"))
+    elif not fused:
+        added = 2 if style.positions == "alibi" else 1  # mask (causal or padding), bias: broadcast
         forward += strided_chain("scale_mask", elements, [2 * e], [2 * e] * added, style.act, "attention")
     if w != e and not fused:
         forward.append(replace(cast("softmax_cast", elements, style.act, soft), category="attention"))
@@ -247,7 +249,8 @@ def _score_kernels(style: Style) -> tuple[list[Kernel], list[Kernel]]:
     if not fused:
         if w != e:
             backward.append(replace(cast("softmax_gradient_cast", elements, soft, style.act), category="attention"))
-        backward.append(elementwise("scale_mask_backward", elements, 4 * e, style.act, 2, "attention"))
+        if not style.biased:
+            backward.append(elementwise("scale_mask_backward", elements, 4 * e, style.act, 2, "attention"))
     if bound is not None:
         backward.append(bound[1])
     return forward, backward
