@@ -55,9 +55,10 @@ class Block:
     parts: tuple[float, ...] = (1.0,)
 
 
-#: By bytes of an element: in 16 bits liger's softmax takes as long per element on an RTX 3090 as on a B200, by SMs and
-#: clock (1,024 to 4,096 columns: 97-140; backward 81).
-_SOFTMAX_INSTRUCTIONS = {2.0: 100.0, 4.0: 27.0}
+_SOFTMAX_INSTRUCTIONS = 27.0
+#: Of PyTorch's own on elements below fp32: in 16 bits an element takes as long on an RTX 3090 as on a B200, by SMs and
+#: clock (liger, 1,024 to 4,096 columns: 97-140; backward 81).
+_NARROW_SOFTMAX = 100.0
 #: By `Kernel.kernel`, or by operation where that is empty. 12 layer-norm blocks of 128 threads share an SM: the tables
 #: of 2560 columns jump at 12 x 108 rows (A100) and 12 x 132 (H100).
 _BLOCKS = {
@@ -94,7 +95,7 @@ def block_of(kernel: Kernel) -> Block | None:
         return None
     elements = int(_LOAD_BYTES / DTYPE_BYTES[kernel.dtype])
     threads = 2 ** math.ceil(math.log2(cols / elements / 2))
-    instructions = _SOFTMAX_INSTRUCTIONS[DTYPE_BYTES[kernel.dtype] if _is_atens(kernel) else _WIDE_BYTES]
+    instructions = _NARROW_SOFTMAX if _is_narrow_softmax(kernel) else _SOFTMAX_INSTRUCTIONS
     return Block(max(_WARP, min(_MOST_THREADS, threads)), elements, 2, instructions)
 
 
@@ -108,17 +109,17 @@ def _slots(kernel: Kernel) -> float:
     """Issue slots an element of a kernel that no block by rows stands for."""
     if kernel.op == "elementwise":
         return _ONE_AT_A_TIME["scalar"] if kernel.kernel == "scalar" else _INSTRUCTIONS.get(kernel.variant, 0.0)
-    if kernel.op == "softmax" and DTYPE_BYTES[kernel.dtype] < _WIDE_BYTES and _is_atens(kernel):
-        return _SOFTMAX_INSTRUCTIONS[DTYPE_BYTES[kernel.dtype]]
+    if _is_narrow_softmax(kernel):
+        return _NARROW_SOFTMAX
     if kernel.kernel == "per_sm":
         return _ONE_AT_A_TIME["per_sm"]
     one = (kernel.op, kernel.variant) in (("embedding", "forward"), ("norm", "weights"))
     return _ONE_AT_A_TIME[kernel.op] if one else 0.0
 
 
-def _is_atens(kernel: Kernel) -> bool:
-    """Whether a softmax is PyTorch's own."""
-    return kernel.kernel != "fused"
+def _is_narrow_softmax(kernel: Kernel) -> bool:
+    """Whether it is PyTorch's own softmax, not one fused with what stands around it, on elements below fp32."""
+    return kernel.op == "softmax" and kernel.kernel != "fused" and DTYPE_BYTES[kernel.dtype] < _WIDE_BYTES
 
 
 def joined_s(kernel: Kernel, moving_s: float, rates: Rates, gpu: Gpu, sms: int) -> float:

@@ -15,7 +15,7 @@ from sim.hardware.kernels.gemm import alignment_bytes, as_products, overlapped, 
 from sim.hardware.kernels.operators import product_kernel
 from sim.hardware.kernels.rates import AttentionRates, GemmRates, Rates, family_figures, parted_sms
 from sim.hardware.kernels.row_blocks import joined_s
-from sim.work import Kernel
+from sim.work import DTYPE_BYTES, Kernel
 
 #: 100 SMs of 1 TFLOP/s, one 128 x 128 tile, nothing lost anywhere.
 PLAIN = GemmRates(flops_per_s=100e12, fill_k=0, batched_slice=1, batched_tile=None, block_start_s=0.0,
@@ -392,6 +392,20 @@ def test_one_element_at_a_time_goes_by_sms_and_clock_where_memory_is_faster() ->
     assert device.times([product_])[0] == pytest.approx(2**28 / rate, rel=0.01)
     assert device.times([sum_])[0] == pytest.approx(device.times([replace(sum_, kernel="")])[0])
     assert device.times([product_])[0] > 1.5 * device.times([replace(product_, kernel="")])[0]
+
+
+@pytest.mark.parametrize("cols", [512, 4096])
+def test_a_softmax_of_any_width_has_a_time(cols: int) -> None:
+    """PyTorch's own takes longer in 16 bits than its bytes do; what a stack fuses does not."""
+    device = Device(gpu("a100-80g-sxm"))
+
+    def time_s(dtype: str, kernel: str = "") -> float:
+        size = 2.0 * DTYPE_BYTES[dtype] * 2**14 * cols
+        return float(device.times([Kernel("softmax", dtype, (2**14, cols), "forward", 0.0, size, "memory_bound",
+                                          kernel=kernel)])[0])
+    assert time_s("bf16") > 1.5 * time_s("bf16", "fused")
+    assert time_s("fp32") == time_s("fp32", "fused")
+    assert min(time_s(dtype) for dtype in ("fp64", "fp8", "int4")) > 0
 
 
 def test_nll_waits_for_one_warp() -> None:
