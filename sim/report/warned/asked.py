@@ -109,7 +109,8 @@ def prefetch_in_vain(scenario: Scenario) -> list[str]:
 def versions_in_vain(scenario: Scenario) -> list[str]:
     """A warning where `software.versions` names packages that no fact of any profile goes by, or no releases."""
     known, versions = packages(), scenario.software.versions
-    nameless = [f"software: versions.{name} '{text[:40]}' is no release: that of {scenario.software.year} is taken"
+    nameless = [f"software: versions.{name} '{text[:40]}' is no release: that of {scenario.software.year} is taken, "
+                "and what only a named release turns on stays off"
                 for name, text in versions.items() if name in known and not is_release(text)]
     others = [name for name in versions if name not in known]
     if not others:

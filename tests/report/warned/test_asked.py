@@ -91,7 +91,7 @@ def test_settings_of_fsdp_1_are_said_to_change_nothing_in_fsdp_2(
 
 @pytest.mark.parametrize(("versions", "said"), [
     ({"flash-attn": "1.0"}, ["versions of flash-attn change nothing", "did you mean 'flash_attn'"]),
-    ({"torch": "nightly"}, ["versions.torch 'nightly' is no release: that of 2023 is taken"]),
+    ({"torch": "nightly"}, ["versions.torch 'nightly' is no release: that of 2023 is taken, and what only"]),
     ({"torch": "2.1.0+cu121", "flash_attn": "triton"}, []), ({"megatron": "0.5"}, ["and else by the year"])])
 def test_versions_that_say_nothing_are_named(versions: dict[str, str], said: list[str]) -> None:
     asked = resolve({
