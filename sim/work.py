@@ -88,7 +88,8 @@ class Kernel:
             with `FIXED_ORDER` behind; of rows those of `row_blocks.py`; of norms `persistent`, `per_sm`; of softmax
             `fused` with what stands around it; of products `expanding` and `marlin`: by weights that the main loop
             expands from fewer bits; `uneven`: a batch whose members differ in m, their mean; `streamed`: of one row, a
-            sum over weights; of element-wise ones `scalar`: one at a time, and `one_warp`: by 32 threads in all),
+            sum over weights; of element-wise ones `scalar`: one at a time, `one_warp`: by 32 threads in all, and
+            `by_tensor`: a launch for each tensor of a list, which meets no tensor twice),
             else "".
     """
 

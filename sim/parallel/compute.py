@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
-from sim.model.architecture import Layer, Operator
+from sim.model.architecture import Layer, Operator, Parameter
 from sim.model.recompute import again_operators, module_operators, modules_of
 from sim.parallel.model.calls import Items
 from sim.parallel.model.joints import Joints, Uncut
@@ -157,11 +157,11 @@ class Compute:
                 for i in range(len(marks) - 1)]
 
     def backward_parts(self, layer: Layer, policy: str, cuts: tuple[int, ...],
-                       per_parameter: Callable[[int], tuple[Kernel, ...]]) -> list[int]:
+                       behind: Callable[[Sequence[Parameter]], tuple[Kernel, ...]]) -> list[int]:
         """Backward cut after the operators numbered `cuts` (ascending in backward order, 0 = the last operator).
 
         Args:
-            per_parameter: gives the technique's own kernels for the number of parameters whose gradients a part made.
+            behind: gives the technique's own kernels behind the gradients that a part made, of these parameters.
 
         Returns:
             len(cuts) + 1 segments; a part without kernels is -1.
@@ -174,11 +174,11 @@ class Compute:
             again: Items = ()
             if part == 0:
                 again = self.recomputed(layer, policy)
-            numel = sum(p.numel for op in chosen for p in op.parameters)
-            own = per_parameter(numel) if numel else ()
+            made = [p for op in chosen for p in op.parameters]
+            own = behind(made) if made else ()
             back = self.backward_items(tuple(reversed(chosen)))
             return self.segment(again, (*back, *own)) if again or back or own else -1
-        return [self._once(layer, ("part", policy, cuts, i, per_parameter), lambda i=i: make(i))  # type: ignore[misc]
+        return [self._once(layer, ("part", policy, cuts, i, behind), lambda i=i: make(i))  # type: ignore[misc]
                 for i in range(len(cuts) + 1)]
 
     def forward_items(self, operators: Sequence[Operator]) -> Items:

@@ -282,6 +282,8 @@ def technique_of(scenario: Scenario, stack: Stack) -> Callable[[Plan], bucketed.
 def reduction_of(plan: Plan, stack: Stack) -> reductions.Reduction:
     """How gradients of whole parameters are reduced in this stack."""
     strategy, path = plan.scenario.parallel.strategy, stack.gradient_path
+    if path == "ipg" and strategy in ("none", "ddp"):
+        return reductions.deepspeed(plan, 0)
     if path == "ipg" and strategy in ("zero1", "zero2"):
         if plan.offload.moves_optimizer and plan.scenario.parallel.pipeline > 1:
             return reductions.deepspeed_stage(plan)

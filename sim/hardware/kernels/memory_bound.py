@@ -69,8 +69,9 @@ def _device_bytes(kernel: Kernel, rates: Rates, gpu: Gpu) -> float:
 
 def _together(kernel: Kernel) -> int:
     """Parts of its bytes that a kernel goes through one after another, each several times: launches that follow upon
-    one another's output. Those of a multi-tensor pass of the optimizer meet other tensors each, and no tensor twice."""
-    passes_once = kernel.op == "optimizer" and kernel.variant in ("foreach", "fused")
+    one another's output. Those of a pass over tensors meet other tensors each, and no tensor twice."""
+    passes_once = kernel.kernel == "by_tensor" or (
+        kernel.op == "optimizer" and kernel.variant in ("foreach", "fused"))
     return 1 if passes_once else max(1, kernel.launches)
 
 

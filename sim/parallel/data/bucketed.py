@@ -7,10 +7,13 @@ Megatron-LM `param_and_grad_buffer.py`, `distributed_data_parallel.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 from sim.model import gradient_dtype
-from sim.model.architecture import Layer
+from sim.model.architecture import Layer, Parameter
 from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.data.buckets import Bucket
@@ -35,8 +38,9 @@ class Bucketed(Held):
     def __init__(self, plan: Plan, reduction: Reduction) -> None:
         self.plan, self.reduction = plan, reduction
         self.precision = plan.scenario.training.precision
-        # DDP asked for on one rank still launches its all-reduces
-        self.reduces = plan.replicas > 1 or plan.scenario.parallel.strategy == "ddp"
+        # DDP asked for on one rank still launches its all-reduces, and DeepSpeed's engine always
+        self.reduces = (plan.replicas > 1 or plan.scenario.parallel.strategy == "ddp"
+                        or plan.stack.gradient_path == "ipg")
         self.offload = plan.offload
         self.at_once = plan.scenario.training.optimizer_in_backward
         #: the optimizer on the host takes this rank's part of every bucket
@@ -47,6 +51,7 @@ class Bucketed(Held):
         self.width, self.wide = (DTYPE_BYTES[dtype] for dtype in (self.precision.gradients,
                                                                   gradient_dtype(self.precision)))
         self.master_sums = sums_in_master(plan)
+        self._copies: dict[tuple[bool, bool], Callable[[Sequence[Parameter]], tuple[Kernel, ...]]] = {}
         self.gradients: dict[int, int] = {}  # bytes that layers have left behind, by position
         self.gathers = Gathers(plan, [bucket for bucket in reduction.buckets if plan.shards(bucket.group) > 1])
         self.numbers = {id(bucket): number for number, bucket in enumerate(reduction.buckets)}
@@ -197,6 +202,10 @@ class Bucketed(Held):
             numel = self.plan.architecture.parameters
             kernel = traffic_kernel("bucket copy-out", self.precision.gradients, numel,
                                     max(1.0, numel * self.reduction.copy_out))
+            if self.reduction.copy_out:
+                tensors = sum(len(layer.parameters) for layer in self.plan.architecture.stack)
+                launches = len(self.reduction.buckets) if self.reduction.views else tensors
+                kernel = replace(kernel, launches=launches, kernel="by_tensor")
             section.kernels(COMPUTE, self.plan.compute.segment((), (kernel,)), Label("buckets", "backward", "copy-out"),
                             joins=(NCCL,))
         if self.reduction.transient and self.reduction.buffer_bytes:
@@ -223,36 +232,45 @@ class Bucketed(Held):
         """Whether buckets are reduced beside the last backward."""
         return self.plan.scenario.parallel.overlap and not self.reduction.behind
 
-    def own_copies(self, micro: MicroStep) -> Callable[[int], tuple[Kernel, ...]]:
-        """What makes the traffic behind so many fresh gradients of a micro-step."""
-        if self.reduction.copies_last:
-            return self.first_copies if micro.reduce else self.no_copies
-        return self.first_copies if micro.first else self.later_copies
+    def own_copies(self, micro: MicroStep) -> Callable[[Sequence[Parameter]], tuple[Kernel, ...]]:
+        """What makes the traffic behind the fresh gradients of parameters in a micro-step."""
+        kind = micro.first, micro.reduce
+        if kind not in self._copies:
+            self._copies[kind] = partial(self.copies, *kind)
+        return self._copies[kind]
 
-    def no_copies(self, numel: int) -> tuple[Kernel, ...]:
-        """Gradients that are added to the buffer by the model's own kernels alone."""
-        return ()
+    def copies(self, first: bool, reduced: bool, fresh: Sequence[Parameter]) -> tuple[Kernel, ...]:
+        """Own traffic behind fresh gradients: they are added to earlier ones and, where they are `reduced`, fill the
+        buckets, each a kernel a tensor (torch csrc/autograd/functions/accumulate_grad.h; csrc/distributed/c10d/
+        reducer.cpp, autograd_hook and mark_variable_ready_dense). Where kept gradients are split only a rank's part is
+        added (DeepSpeed `runtime/zero/stage_1_and_2.py`, independent_gradient_partition_epilogue)."""
+        kept = self.reduction.gradient_shards
+        added, width = (fresh, self.added(first)) if not self.sums_in_products else (
+            [p for p in fresh if len(p.shape) < 2], DTYPE_BYTES[self.precision.parameters] + 2 * self.width)
+        numel, tensors = sum(p.numel for p in added) // kept, math.ceil(len(added) / kept)
+        filled = self.reduction.copy_in if self.reduces and reduced else 0.0
+        each = (("gradient", width, numel, 1 if self.master_sums else tensors),
+                ("bucket copy-in", filled, sum(p.numel for p in fresh), len(fresh)))
+        return tuple(replace(traffic_kernel(name, self.precision.gradients, elements, elements * moved),
+                             launches=launches, kernel="by_tensor")
+                     for name, moved, elements, launches in each if moved and launches)
 
-    def first_copies(self, numel: int) -> tuple[Kernel, ...]:
-        """The first micro-step's gradients are stolen, not added, unless they go into a buffer that lasts."""
-        if self.reduction.resident_gradients:
-            return self.later_copies(numel)
-        return self.copies(numel, self.width + self.wide if self.master_sums else 0.0)
+    def added(self, first: bool) -> float:
+        """Bytes moved to add a fresh element. The first micro-step's gradients are stolen, not added, unless they go
+        into a buffer that lasts. Later ones are added to what is there: read both, write one; sums that are as wide as
+        master parameters are read and written so (apex/amp/_process_optimizer.py, unscale_with_stashed; from
+        memory)."""
+        if first and not self.reduction.resident_gradients:
+            return self.width + self.wide if self.master_sums else 0.0
+        return self.width + 2 * self.wide if self.master_sums else 3 * self.width
 
-    def later_copies(self, numel: int) -> tuple[Kernel, ...]:
-        """Later ones are added to what is there: read both, write one; sums that are as wide as master parameters are
-        read and written so (apex/amp/_process_optimizer.py, unscale_with_stashed; from memory). Into a wider gradient
-        buffer that lasts, the model's own kernels have added them already (`main_grad`), in every micro-step."""
-        if self.master_sums:
-            return self.copies(numel, self.width + 2 * self.wide)
+    @property
+    def sums_in_products(self) -> bool:
+        """Whether the model's own kernels add weights' gradients into a buffer that lasts, in every micro-step
+        (`main_grad`). Those of norms and biases are added one by one (megatron-core 0.5.0 distributed/
+        distributed_data_parallel.py, param_hook)."""
         wider = self.width > DTYPE_BYTES[self.precision.parameters]
-        added = self.reduction.resident_gradients and (wider or self.plan.stack.adds_halves)
-        return self.copies(numel, 0.0 if added else 3 * self.width)
-
-    def copies(self, numel: int, accumulate: float) -> tuple[Kernel, ...]:
-        """Own traffic behind `numel` fresh gradients."""
-        width = accumulate + (self.reduction.copy_in if self.reduces else 0.0)
-        return (traffic_kernel("gradient", self.precision.gradients, numel, numel * width),) if width else ()
+        return self.reduction.resident_gradients and (wider or self.plan.stack.adds_halves)
 
     # ------------------------------------------------------------------------------------------- optimizer
     def optimizer_step(self, section: SectionBuilder) -> None:

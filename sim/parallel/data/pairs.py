@@ -53,7 +53,8 @@ def _pair(data: Bucketed, section: SectionBuilder, ahead: MicroStep, back: Micro
         mirrored = len(stack) - 1 - position
         rising.forward(position, layer)
         data.leave(mirrored, falling.backward(mirrored, behind[mirrored]))
+    own = data.own_copies(back)
     segment = plan.compute.run_together(stack, behind, [plan.policy(p) for p in range(len(behind))], "with", (),
-                                        data.own_copies(back)(plan.architecture.parameters))
+                                        tuple(kernel for layer in behind for kernel in own(layer.parameters)))
     section.kernels(COMPUTE, segment, Label("layers", "backward", "forward and backward"))
     data.backward_done(section, back, data.reduction.buckets if back.reduce and data.completes else ())

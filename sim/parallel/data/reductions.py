@@ -38,7 +38,6 @@ class Reduction:
         views: gradients become views of their bucket when it is reduced.
         behind: buckets are reduced behind the last backward, whatever is asked for.
         narrow: whole gradients in the parameters' dtype live beside the buffer until each backward is through.
-        copies_last: buckets are filled (`copy_in`) in the micro-step that reduces alone.
         by_rank: each rank's piece of each parameter is copied to its place behind the gather.
         norm_of_all: the norm is taken, and the clipping done, of whole gradients on every rank.
         flattened: whole gradients are copied into one buffer bucket by bucket behind backward and back; then a rank
@@ -65,7 +64,6 @@ class Reduction:
     views: bool = False
     behind: bool = False
     narrow: bool = False
-    copies_last: bool = False
     by_rank: bool = False
     norm_of_all: bool = False
     flattened: bool = False
@@ -117,7 +115,7 @@ def ddp(plan: Plan, sharded_optimizer: bool) -> Reduction:
 
 
 def deepspeed(plan: Plan, stage: int) -> Reduction:
-    """DeepSpeed ZeRO-1 and 2.
+    """DeepSpeed's data parallelism: without ZeRO (stage 0), ZeRO-1 and 2.
 
     ZeRO-2 has contiguous buffers of `reduce_bucket_size` elements, two when reduction overlaps; a bucket's slices are
     reduced to their owners one by one, or the bucket to all ranks, by release (`runtime/zero/stage_1_and_2.py`,
@@ -126,23 +124,24 @@ def deepspeed(plan: Plan, stage: int) -> Reduction:
     buffered_reduce_fallback, allreduce_and_copy); its first releases flattened all gradients at once
     (0.3.16 `runtime/zero/stage1.py`, reduce_scatter_gradients). Gradients summed in fp32 beside bf16 parameters are one
     tensor, reduced whole, in a copy of the dtype that travels (`runtime/bf16_optimizer.py`, get_grads_for_reduction;
-    `runtime/engine.py`, allreduce_bucket, communication_data_type).
+    `runtime/engine.py`, allreduce_bucket, communication_data_type). Stage 0 does as later ZeRO-1, in buckets of a fixed
+    size, and keeps all (`runtime/engine.py`, allreduce_gradients, MEMORY_OPT_ALLREDUCE_SIZE).
     """
     parameters, precision = plan.architecture.parameters, plan.scenario.training.precision
     width, own = DTYPE_BYTES[precision.reduce], DTYPE_BYTES[precision.gradients]
     wide = sums_wide(plan, stage == 2)
-    full = bucket_elements(plan.scenario.parallel, width, DEEPSPEED_BUCKET)
+    full = bucket_elements(plan.scenario.parallel, width, DEEPSPEED_BUCKET) if stage else DEEPSPEED_BUCKET
     limit = parameters if wide else full
     buckets = apart(lambda routed, group: fill_before(plan.architecture, limit, routed, group), _spread(plan))
-    if stage == 1:
-        kind = "all_reduce" if wide else plan.stack.whole_reduction
+    if stage < 2:
+        kind = "all_reduce" if wide or not stage else plan.stack.whole_reduction
         copied = wide and width < own
         flat = 0 if wide and not copied else parameters if kind != "all_reduce" else limit
         return Reduction(
-            buckets=buckets, kind=kind, shards=plan.shards(), gradient_shards=1, copy_in=0.0,
+            buckets=buckets, kind=kind, shards=plan.shards() if stage else 1, gradient_shards=1, copy_in=0.0,
             copy_out=2 * (own + width) + 2 * width, buffer_bytes=min(flat, parameters) * width, transient=True,
-            gather_elements=DEEPSPEED_BUCKET, resident_gradients=False, behind=True, flattened=True,
-            listed=plan.stack.listed_gathers)
+            gather_elements=DEEPSPEED_BUCKET if stage else 0, resident_gradients=False, behind=True,
+            flattened=stage == 1, listed=plan.stack.listed_gathers)
     buffers = 2 if plan.scenario.parallel.overlap else 1
     return Reduction(
         buckets=buckets, kind="all_reduce" if wide else plan.stack.partition_reduction,
@@ -288,4 +287,4 @@ def accumulator(plan: Plan, sharded_optimizer: bool) -> Reduction:
         gradient_shards=1, copy_in=2 * half if wrapped else 0.0, copy_out=2 * half if wrapped else 0.0,
         buffer_bytes=parameters * half if wrapped else 0.0, transient=False,
         gather_elements=parameters if sharded_optimizer else 0, resident_gradients=True, behind=sharded_optimizer,
-        narrow=True, copies_last=True, by_rank=sharded_optimizer, norm_of_all=True)
+        narrow=True, by_rank=sharded_optimizer, norm_of_all=True)

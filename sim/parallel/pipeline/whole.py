@@ -147,7 +147,8 @@ class WholeStage(Stage):
         return self._kernels(section, segment, label, tuple(waiting))
 
     def _accumulated(self, layers: Sequence[Layer], micro: MicroStep) -> tuple[Kernel, ...]:
-        return self.data.own_copies(micro)(sum(layer.numel for layer in layers))
+        own = self.data.own_copies(micro)
+        return tuple(kernel for layer in layers for kernel in own(layer.parameters))
 
     def _reduces_early(self, micro: MicroStep) -> bool:
         overlap = self.data.overlaps and not self.separate and self.plan.stack.pipeline_reduction != "behind"

@@ -40,6 +40,14 @@ def own(found: Lowered, name: str) -> list[float]:
     return sums
 
 
+def launches(found: Lowered, name: str) -> list[int]:
+    """Launches of the kernels called `name`, section by section of the schedule."""
+    program = found.job.programs[0]
+    return [sum(program.kernels[k].launches for task, kind in enumerate(program.sections[section].kind)
+                if kind == Kind.KERNELS for k in program.segments[program.sections[section].payload[task]].kernels
+                if program.kernels[k].variant == name) for section, _ in program.schedule]
+
+
 def test_megatron_s_buffers_are_divided_before_they_are_reduced_and_zeroed_after_the_step() -> None:
     """fp16: read and written once (4 bytes) in the micro-step that reduces, written once (2) behind the optimizer."""
     found = lowered()
@@ -67,9 +75,13 @@ def test_collectives_that_average_need_no_division() -> None:
 
 
 def test_a_buffer_of_halves_is_added_to_from_the_first_micro_step_on() -> None:
-    """Read twice, written once, in both; from 2023 on the products of layers add for themselves."""
+    """Read twice, written once, in both; from 2023 on the products of layers add for themselves, which leaves eight
+    norms' and biases' tensors a block and the last norm's two: 26 kB and 4 kB of 1,024 wide layers."""
     assert own(lowered(), "gradient")[:2] == pytest.approx([6, 6])
-    assert own(lowered(year=2023), "gradient")[:2] == pytest.approx([0, 0])
+    later = lowered(year=2023)
+    assert launches(later, "gradient") == [18, 18, 0]
+    vectors = 2 * (4 + 3 + 1 + 4 + 1) * 1024 + 2 * 1024
+    assert own(later, "gradient")[:2] == pytest.approx([6 * vectors / later.architecture.parameters] * 2)
 
 
 def test_before_buffers_gradients_are_flattened_behind_backward_or_reduced_by_pytorch() -> None:
@@ -98,3 +110,36 @@ def test_what_was_summed_wide_is_not_copied_again(year: int, copied: int) -> Non
     names = [kernel for kernel in program.kernels if kernel.op == "optimizer" and kernel.variant == "loop"
              and kernel.bytes == 6 * found.architecture.parameters and kernel.dtype == "fp32"]
     assert bool(names) == bool(copied)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ddp_adds_and_copies_gradients_tensor_by_tensor(overlap: bool) -> None:
+    """Two blocks of twelve tensors, two embeddings, the last norm's two, and the head: 29. Later gradients are added;
+    under no_sync the hooks do nothing, and those that are reduced are copied into their bucket and out of it: however
+    buckets cut the backward."""
+    found = lowered("pytorch", 2024, "amp-bf16", overlap=overlap)
+    assert sum(len(layer.parameters) for layer in found.architecture.stack) == 29
+    assert launches(found, "gradient") == [0, 29, 0]
+    assert launches(found, "bucket copy-in") == [0, 29, 0]
+    assert launches(found, "bucket copy-out") == [0, 29, 0]
+    assert own(found, "bucket copy-in") == pytest.approx([0, 8, 0])
+
+
+def test_zero_2_adds_only_what_a_rank_keeps() -> None:
+    """Gradients go with their reduction, so each micro-step's fill the buckets, and a sixteenth is added to."""
+    found = lowered("deepspeed", 2024, "mixed-fp16", 3, "zero2")
+    assert [repeats for _, repeats in found.job.programs[0].schedule] == [1, 2, 1]
+    assert own(found, "bucket copy-in") == pytest.approx([4, 4, 0])
+    assert own(found, "gradient") == pytest.approx([0, 6 / 16, 0], rel=1e-5)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_deepspeed_without_zero_reduces_large_buckets_behind_backward(overlap: bool) -> None:
+    """Flattened (read and written), divided in place, copied back: twelve bytes; buckets of half a billion elements,
+    whatever is asked for."""
+    found = lowered("deepspeed", 2024, "mixed-fp16", overlap=overlap, bucket_mb=50)
+    assert own(found, "bucket copy-in") == pytest.approx([0, 0, 0])
+    assert own(found, "bucket copy-out") == pytest.approx([0, 12, 0])
+    calls = [row for row in traffic_totals(found.job) if row["bytes"] > 2**20]
+    assert [(row["kind"], row["count"]) for row in calls] == [("all_reduce", 1)]
+    assert calls[0]["bytes"] == 2 * found.architecture.parameters

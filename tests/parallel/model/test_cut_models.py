@@ -210,16 +210,17 @@ def test_every_schedule_ends_where_it_began_and_does_all_the_work(schedule: str,
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_bubble_of_equal_stages_is_the_closed_form(schedule: str) -> None:
-    # no transfers, no software, no embedding or head worth the name: p - 1 of m + p - 1 slots are empty
-    low = lower(scenario("ideal", pipeline=4, micro_batches=16, schedule=schedule, layers=16,
-                         model={"hidden": 4096, "heads": 32, "vocab": 128}))
-    machine = machine_for(scenario("ideal", pipeline=4, micro_batches=16, layers=16,
-                                   model={"hidden": 4096, "heads": 32, "vocab": 128}), low).infinite()
+    # no replicas, transfers, software, no embedding or head worth the name: p - 1 of m + p - 1 slots are empty; the
+    # first backward, whose gradients are added to none, is a quarter shorter, and 1F1B has a stage wait for the next
+    alike: dict[str, Any] = {"pipeline": 8, "micro_batches": 16, "layers": 16,
+                             "model": {"hidden": 4096, "heads": 32, "vocab": 128}}
+    low = lower(scenario("ideal", schedule=schedule, **alike))
+    machine = machine_for(scenario("ideal", **alike), low).infinite()
     timeline = simulate(low.job, machine)
     columns = timeline.columns(1)
     busy = float((columns.end_s - columns.start_s)[columns.kind == 0].sum())
-    step = bubble_time(schedule, 4, 1, 16, Costs(1.0, 1.0, 1.0)) / (16 * 3.0)
-    assert timeline.step_time_s / busy - 1 == pytest.approx(step, rel=0.08)
+    step = bubble_time(schedule, 8, 1, 16, Costs(1.0, 1.0, 1.0)) / (16 * 3.0)
+    assert timeline.step_time_s / busy - 1 == pytest.approx(step, rel=0.11)
 
 
 def test_stages_hold_as_many_micro_batches_as_are_in_flight() -> None:

@@ -21,9 +21,9 @@ def job(**software: Any) -> Any:
         "parallel": {"strategy": "ddp"}, "software": {"framework": "pytorch", "year": 2023} | software})
 
 
-@pytest.mark.parametrize(("strategy", "share"), [("ddp", 0.8), ("fsdp", 0.65)])
+@pytest.mark.parametrize(("strategy", "share"), [("ddp", 0.75), ("fsdp", 0.65)])
 def test_a_step_takes_at_least_as_long_as_its_launches(strategy: str, share: float) -> None:
-    """What FSDP's hooks take of the host is not counted."""
+    """What FSDP's hooks and DDP's copies into buckets take of the host is not counted."""
     base = alone(job(), None)
     space = build_space([base], Choice([8], tensor=[1], context=[1], pipeline=[1], micro_batch=[1],
                                        strategies=[strategy], recompute=["none"], partial_recompute=False))
