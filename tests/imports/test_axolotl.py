@@ -136,7 +136,8 @@ def test_recomputation_and_where_activations_live(read: Read, more: dict[str, An
 @pytest.mark.parametrize(("more", "expected"), [
     ({"sdp_attention": True, "attn_implementation": None}, {"training.attention": "sdpa"}),
     ({"eager_attention": True, "attn_implementation": None}, {"training.attention": "eager"}),
-    ({"attn_implementation": "kernels-community/flash-attn3@v2"}, {"training.attention": "flash"}),
+    ({"attn_implementation": "kernels-community/flash-attn3@v2"},
+     {"training.attention": "flash", "software.versions": {"flash_attn": "3.0"}}),
     ({"optimizer": "muon"}, {"training.optimizer": "muon"}),
     ({"optimizer": "ao_adamw_4bit"}, {"training.optimizer": "adamw-8bit"}),
     ({"optimizer": "came_pytorch"}, {"training.optimizer": "adafactor"}),

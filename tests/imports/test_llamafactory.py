@@ -121,6 +121,7 @@ def test_fp8_products_and_gathers(read: Read) -> None:
     ({"disable_gradient_checkpointing": True}, {"training.recompute": "none"}),
     ({"use_unsloth_gc": True}, {"training.recompute": "full", "parallel.offload.activations": "cpu"}),
     ({"flash_attn": "disabled"}, {"training.attention": "eager"}),
+    ({"flash_attn": "fa3"}, {"training.attention": "flash", "software.versions": {"flash_attn": "3.0"}}),
     ({"flash_attn": "fa2"}, {"training.attention": "flash"}), ({"flash_attn": "sdpa"}, {"training.attention": "sdpa"}),
     ({"flash_attn": "auto"}, {"training.attention": "sdpa"}),  # as transformers chooses
     ({"use_muon": True}, {"training.optimizer": "muon"}),

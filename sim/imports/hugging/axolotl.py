@@ -11,6 +11,7 @@ from sim.imports.allocator import EXPANDABLE
 from sim.imports.hugging.adapters import LINEAR
 from sim.imports.hugging.axolotl_names import IDLE, LEFT
 from sim.imports.hugging.facts import FP8_GATHER, Job, inner, renamed, set_apart
+from sim.imports.hugging.flash import take_flash
 from sim.imports.hugging.fsdp import read_fsdp, read_mesh
 from sim.imports.hugging.liger import read_axolotls
 from sim.imports.hugging.trainer import read_arguments
@@ -338,6 +339,7 @@ def _attention(settings: Settings, job: Job, adapted: bool) -> None:
                 draft.leave(found, "8-bit attention is counted in 16 bits")
     if said is not None:
         draft.take("training.attention", kernel, said)
+        take_flash(draft, said)
     model = peek(settings, "model_name_or_path")
     half = job.of("dtype") in ("bf16", "fp16")
     if half and not adapted and job.engine != "fsdp" and name in ("", "sdpa", "eager") and model is not None:

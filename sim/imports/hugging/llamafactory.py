@@ -12,6 +12,7 @@ from dataclasses import replace
 from sim.errors import Fault, UserError, nearest
 from sim.imports.hugging.adapters import LINEAR, read_lora
 from sim.imports.hugging.facts import FP8_GATHER, Job, dtype_of, renamed, set_apart
+from sim.imports.hugging.flash import take_flash
 from sim.imports.hugging.liger import take_kernels
 from sim.imports.hugging.trainer import read_arguments
 from sim.imports.settings import Settings, one_of, peek, switch, take_whole, word_of
@@ -95,6 +96,7 @@ def read_llamafactory(settings: Settings, job: Job) -> None:
     said = settings.get("flash_attn")
     if said is not None and said.value != "auto":  # which leaves it to transformers
         draft.take("training.attention", one_of(replace(said, value=str(said.value).lower()), _ATTENTION), said)
+        take_flash(draft, said)
     _optimizer(settings, job)
     own = [*_OWN, *_logits(settings, job)]
     _untrained(settings, job)

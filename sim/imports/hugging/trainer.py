@@ -11,6 +11,7 @@ from typing import Any
 from sim.imports.hugging.adapters import read_lora_arguments, read_quantised
 from sim.imports.hugging.deepspeed import read_deepspeed_json
 from sim.imports.hugging.facts import Job, dtype_of, inner
+from sim.imports.hugging.flash import take_flash
 from sim.imports.hugging.fsdp import read_fsdp, read_mesh
 from sim.imports.hugging.liger import read_liger
 from sim.imports.hugging.optimizers import read_optimizer
@@ -245,6 +246,7 @@ def _rest(settings: Settings, job: Job) -> None:
         word = said.word().rpartition("|")[2]
         kernel = "flash" if "/" in word else one_of(said, _ATTENTION)  # kernels-community/flash-attn2 and its like
         draft.take("training.attention", kernel, said)
+        take_flash(draft, said)
     elif (old := switch(settings, "use_flash_attention_2", "use_flash_attn", "use_flash_attention")) is not None:
         draft.take("training.attention", "flash", old)
     if (said := settings.get("ddp_bucket_cap_mb")) is not None and said.number() > 0:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import sim
 from sim.errors import UserError
 from sim.model.architecture import Layer
 from sim.model.attention.core_choice import fused_kernel, kernel_name, masked
@@ -161,3 +162,24 @@ def test_what_nobody_has_is_refused(options: dict[str, Any], words: str) -> None
 
 def test_a_ring_runs_on_flash_kernels() -> None:
     assert lower(scenario(parallel={"strategy": "fsdp", "context": 2})).architecture.stack
+
+
+@pytest.mark.parametrize(("release", "kernel"), [(None, "flash2"), ("2.8", "flash2"), ("3.0", "flash3")])
+def test_flash_attention_3_is_a_release_that_is_named(release: str | None, kernel: str) -> None:
+    named = {} if release is None else {"versions": {"flash_attn": release}}
+    found = block("h100-80g-sxm", attention="flash", **named)
+    attention = [k for op in found.operators for k in (*op.forward, *op.backward) if k.op == "attention"]
+    assert {k.kernel for k in attention} == {kernel}
+
+
+def test_flash_attention_3_is_faster_on_hopper_alone() -> None:
+    for gpu, faster in (("h100-80g-sxm", True), ("a100-80g-sxm", False)):
+        second, third = (sim.run(scenario(gpu, attention="flash", versions=named))
+                         for named in ({"flash_attn": "2.8"}, {"flash_attn": "3.0"}))
+        assert (third.step_time_s < second.step_time_s) is faster
+
+
+def test_flash_attention_3_takes_grouped_heads_as_they_are() -> None:
+    copied = [any("expand_kv" in k.variant for op in block(attention="flash", modules="plain", **named).operators
+                  for k in op.forward) for named in ({}, {"versions": {"flash_attn": "3.0"}})]
+    assert copied == [True, False]
