@@ -320,7 +320,9 @@ _HARDWARE: dict[str, tuple[Device, Network]] = {}
 def _pushing(scenario: Scenario, stack: Stack) -> Pushing | None:
     """What all-to-alls are beside NCCL's."""
     moe = scenario.model.moe
-    return Pushing(stack.dispatch_kernel, moe.top_k) if moe is not None and stack.dispatch_once else None
+    if moe is None or not stack.dispatch_once:
+        return None
+    return Pushing(stack.dispatch_kernel, moe.top_k, 2 * scenario.model.hidden)
 
 
 def _peer_sums(scenario: Scenario) -> bool:

@@ -98,8 +98,9 @@ def _pushed(site: Site, kernels: Pushing) -> Candidate:
     All peers are served beside one another, by thread blocks and NIC queues of their own, so what grouped sends pay per
     peer is not paid. Its latency is one step in which ranks tell each other their counts and one in which the last
     token's flag arrives, or what was measured (`start_us`, and `double_us` more with every doubling of the nodes). The
-    rate is the links', and of kernels that were measured what their thread blocks copy: every token to each GPU it goes
-    to, and between nodes once more to and from the NIC.
+    rate is the links', and of kernels that were measured what their thread blocks get through: a token is read and
+    written once, and copied to each GPU it goes to, which costs its bytes and a start of its own (so few bytes and few
+    copies are not proportionally faster), and between nodes once more to and from the NIC.
     """
     place, crosses = site.place, site.place.nodes > 1
     figures = facts()["one_sided"][kernels.kernel]
@@ -111,8 +112,10 @@ def _pushed(site: Site, kernels: Pushing) -> Candidate:
     share = (place.per_node - 1) / place.size
     cap = site.inside_bps() / share if share > 0 else _INFINITE
     if "gpu_copy" in figures:
-        copying = _spread(place.size, kernels.top_k) / _spread(place.nodes if crosses else place.size, kernels.top_k)
-        sm_s = copying / (figures["gpu_copy"] * _GB) + (1.0 / (figures["node_copy"] * _GB) if crosses else 0.0)
+        copy_s = figures["copy_us"] * _US / kernels.token_bytes + 1.0 / (figures["gpu_copy"] * _GB)
+        token_s = 1.0 / (figures["token"] * _GB) + _spread(place.size, kernels.top_k) * copy_s
+        sent = _spread(place.nodes if crosses else place.size, kernels.top_k)  # times that a token is counted
+        sm_s = token_s / sent + (1.0 / (figures["node_copy"] * _GB) if crosses else 0.0)
         cap = min(cap, figures["sms"] / sm_s)
     return Candidate(
         "one-sided", "Simple", None, latency * _US, 0.0, 1.0, 1.0, _INFINITE, (),

@@ -34,11 +34,12 @@ _PAIR_CHANNELS, _NIC_PER_CHANNEL = 32, 14
 
 @dataclass(frozen=True, slots=True)
 class Pushing:
-    """Kernels that write tokens into their peers' memory: `kernel`, a key of `one_sided` in links.yaml, and the experts
-    `top_k` each token is for."""
+    """Kernels that write tokens into their peers' memory: `kernel`, a key of `one_sided` in links.yaml, the experts
+    `top_k` each token is for, and a token's bytes."""
 
     kernel: str
     top_k: int
+    token_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
