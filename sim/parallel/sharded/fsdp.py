@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class Fsdp:
         self.offload = plan.offload
         self.at_once = plan.scenario.training.optimizer_in_backward
         self.kernels: dict[tuple[str, int, float], Kernel] = {}
-        self.segments: dict[tuple[str, int, float], int] = {}
+        self.segments: dict[tuple[str, int, float, int], int] = {}
         self.muon = DistMuon(plan, self.factor, self.routed_factor) if is_muon(plan) else None
         self.outlast: list[Buffer] = []  # what replicas reduced, which is held until backward is through
 
@@ -342,11 +343,14 @@ class Fsdp:
         return self.kernels[key]
 
     def copy(self, section: SectionBuilder, name: str, unit: Unit, numel: int, width: float,
-             waits: Sequence[int] = ()) -> int:
-        """Such a kernel as a task of its own on the compute stream."""
-        key = (name, numel, width)
+             waits: Sequence[int] = (), tensors: int = 0) -> int:
+        """Such a kernel, or one for each of so many `tensors`, as a task of its own on the compute stream."""
+        key = (name, numel, width, tensors)
         if key not in self.segments:
-            self.segments[key] = self.plan.compute.segment((), (self.copy_kernel(name, numel, width),))
+            kernel = self.copy_kernel(name, numel, width)
+            if tensors:
+                kernel = replace(kernel, launches=tensors, kernel="by_tensor")
+            self.segments[key] = self.plan.compute.segment((), (kernel,))
         return section.kernels(COMPUTE, self.segments[key], Label(unit.name, "backward", name), waits)
 
 

@@ -115,13 +115,14 @@ class Fsdp1(Fsdp):
         return self.whole_bytes(unit, unit.padded)
 
     def flatten(self, unit: Unit, micro: MicroStep) -> tuple[Kernel, ...]:
-        """Gradients of the views into the flat gradient (2 passes), division before the reduction (2), cast and copies
-        (if any), and the copies of its shard from which the unit was gathered."""
+        """Gradients of the views into the flat gradient (2 passes), which is added to that of micro-steps before where
+        those are not reduced (3), division before the reduction (2), cast and copies (if any), and the copies of its
+        shard from which the unit was gathered."""
         if not unit.numel:
             return ()
         g, r = self.fresh_bytes, self.reduce_bytes
         every = self.plan.scenario.parallel.reduce_every_micro_step
-        width = 2 * g + (0 if micro.first or every else g)
+        width = 2 * g + (0 if micro.first or every else 3 * g)
         if micro.reduce and self.factor * self.replicas > 1:
             width += 2 * r + (g + r if self.gather_dtype != self.reduce_dtype else 0)
             width += 2 * r if self.plan.stack.reduction_copied and self.factor > 1 else 0

@@ -114,7 +114,9 @@ class Fsdp2(Fsdp):
 
     def copy_out(self, section: SectionBuilder, unit: Unit) -> tuple[Kernel, ...]:
         """`split_with_sizes_copy` from the gather buffer into the parameters: read and write on the compute stream. A
-        shard group of one rank copies its shards, in the same dtype too (_fsdp_param_group.py, wait_for_unshard)."""
+        shard group of one rank copies its shards, in the same dtype too (_fsdp_param_group.py, wait_for_unshard). In
+        front of it stands what the gather was given, on a stream of its own in PyTorch: the shards cast, and copied
+        into its buffer (_fsdp_collectives.py, _get_param_all_gather_inputs and all_gather_copy_in)."""
         section.allocate(f"gathered:{unit.name}", self.gathered_bytes(unit), "gathered_parameters")
         if self.factor == 1 and self.casts:
             cast = ("gather_input", self.cast_bytes(unit), "buffers")
@@ -122,7 +124,11 @@ class Fsdp2(Fsdp):
             section.free(*cast)
         if self.part and unit.name in self.parts:
             section.free(f"post_forward_shard:{unit.name}", self.parts.pop(unit.name), "gathered_parameters")
-        return (self.copy_kernel("copy-out", *self.copied(unit)),)
+        out = self.copy_kernel("copy-out", *self.copied(unit))
+        if self.factor == 1 or not unit.own:
+            return (out,)
+        width = (DTYPE_BYTES[self.plan.scenario.training.precision.parameters] + self.gather_bytes if self.casts else 0)
+        return self.copy_kernel("shards to gather", unit.own, width + 2 * self.gather_bytes), out
 
     def cast_bytes(self, unit: Unit) -> int:
         """What stands beside a unit's whole parameters at the highest point while one rank makes them of its shards:
@@ -176,11 +182,13 @@ class Fsdp2(Fsdp):
 
     def post_backward(self, section: SectionBuilder, unit: Unit, micro: MicroStep, computed: int,
                       reduced: int | None) -> int | None:
-        """Copy-in after the reduction before, then this unit's reduction."""
+        """Copy-in after the reduction before, then this unit's reduction. Where micro-steps add up whole gradients, the
+        first casts them, tensor by tensor, and later ones, the last among them, add (run on fake processes: torch 2.14
+        _fsdp_param.py, to_accumulated_grad_if_needed and accumulate_unsharded_grad_if_needed; or autograd does)."""
+        if self.accumulates and (not micro.first or self.fresh_bytes != self.reduce_bytes):
+            width = self.fresh_bytes + (1 if micro.first else 2) * self.reduce_bytes
+            computed = self.copy(section, "accumulate", unit, unit.numel, width, tensors=unit.tensors)
         if not micro.reduce:
-            width = self.fresh_bytes + (2 if not micro.first else 1) * self.reduce_bytes
-            if not micro.first or self.fresh_bytes != self.reduce_bytes:
-                self.copy(section, "accumulate", unit, unit.numel, width)
             self.drop_unsharded(section, unit)
             if micro.first:
                 section.allocate(f"accumulated:{unit.name}", self.accumulated_bytes(unit), "gradients")
@@ -191,7 +199,7 @@ class Fsdp2(Fsdp):
         if self.held is not None:
             section.free(*self.held)
         section.allocate(*buffer)
-        width = self.fresh_bytes + self.reduce_bytes
+        width = (self.reduce_bytes if self.accumulates else self.fresh_bytes) + self.reduce_bytes
         task = computed
         if self.factor * self.replicas > 1:
             task = self.copy(section, "copy-in", unit, unit.padded, width, present(computed, reduced))
