@@ -180,7 +180,8 @@ class Stack:
         buckets_joined: buckets of what is not in 8 bits travel with the last of those that are.
         gathers_ahead: updated parameters are gathered beside the next forward if overlap is asked for.
         partition_reduction: how DeepSpeed's ZeRO-2 brings a bucket to its owners: reduce_scatter, reduce (slice by
-            slice) or all_reduce; whole_reduction: how its ZeRO-1, behind the last backward.
+            slice) or all_reduce; whole_reduction: how its ZeRO-1 reduces flattened buckets behind the last backward, or
+            contiguous: as ZeRO-2 does, in the last backward.
         listed_gathers: DeepSpeed's ZeRO-1 and 2 gather updated parameters into lists of tensors.
         checks_in_double: the optimizer looks its part's gradients through tensor by tensor, in copies in fp32 and fp64.
         bucket_waits: the host waits for the device in front of every overlapped reduction of a bucket.

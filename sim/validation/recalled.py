@@ -38,13 +38,16 @@ pipeline stages keep of all micro-batches and which forwards they run first."""
 _REQUESTS = """## Requests of inference engines
 
 From `scenarios/runs/requests` (`drystep validate scenarios/runs/requests`): a request is the prompt and all tokens
-behind it. Figures of gpt-fast and TensorRT-LLM are recalled, those of InferenceMAX are engines under load, copied from
-a package; how fast an SM expands weights of few bits rests on the two of int4, no other figure of drystep on any.
+behind it. Figures of gpt-fast and TensorRT-LLM are recalled, those of InferenceMAX are engines under load and those of
+Dynamo's planner times to a first token beside a server, both copied from packages; how fast an SM expands weights of
+few bits rests on the two of int4, no other figure of drystep on any.
 Changed after a first look: the cache in fp8 on H100 and gpt-fast's own kernel for small sums (`kv_cache` and
 `all_reduce`, fields of the scenario since then; +52% and +69% at worst without); and, seen on InferenceMAX's dense
 models (+15 to +40% before): that compiled norms loop over a row by 2,048 elements, that what quantises a product's
 input rides in the norm or activation in front of it and is shared by products of one input, that keys are written
-beside their rotation and read by groups, and that operands in 8 and 4 bits are padded."""
+beside their rotation and read by groups, and that operands in 8 and 4 bits are padded. On Dynamo's long prompts it was
+seen that FlashAttention-3 could not be named (+5 to +17% before); of its rows some 15 ms are the server's, which is not
+simulated."""
 
 #: What follows the name of a source in the record of errors where its figures are recalled.
 MARK = RECALLED

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sim.api import machine_for, run
@@ -52,6 +52,24 @@ def jobs(draw: st.DrawFn, strategies: tuple[str, ...] = ("ddp", "zero1", "zero2"
         "software": {"framework": framework or draw(st.sampled_from(["pytorch", "deepspeed", "ideal"])),
                      "year": draw(st.sampled_from([2022, 2024, 2026]))},
     }
+
+
+def small(nodes: int, per_node: int, model: Mapping, training: Mapping, strategy: str, framework: str) -> Mapping:
+    """A job that was drawn once and failed."""
+    return {
+        "name": "drawn", "cluster": {"topology": "dgx-a100-80g", "nodes": nodes, "gpus_per_node": per_node},
+        "model": {"kind": "decoder", "vocab": 1024, "positions": "learned", "norm": "layernorm", "bias": True,
+                  "tied_embeddings": False, "max_positions": 256, "dropout": 0, **model},
+        "training": {"sequence": 256, "recompute": "none", "attention": "eager", **training},
+        "parallel": {"strategy": strategy}, "software": {"framework": framework, "year": 2022}}
+
+
+#: Gradients' copies stood for one kernel a part of a layer, so that cutting its backward cost a start.
+CUT = small(1, 2, {"layers": 3, "hidden": 256, "heads": 4, "ffn": 1024},
+            {"micro_batch": 1, "global_batch": 2, "precision": "fsdp-bf16"}, "ddp", "ideal")
+#: A gather that waits longer, issued, than it moves.
+WAITING = small(4, 8, {"layers": 1, "hidden": 128, "heads": 2, "ffn": 512},
+                {"micro_batch": 2, "global_batch": 64, "precision": "amp-bf16"}, "zero2", "pytorch")
 
 
 def changed(job: Mapping, **tables: Mapping) -> Mapping:
@@ -167,6 +185,7 @@ def test_full_sharding_moves_what_zero3_moves(job: Mapping) -> None:
 
 
 @quick
+@example(WAITING)
 @given(jobs())
 def test_exposed_communication_is_part_of_the_time_on_the_link(job: Mapping) -> None:
     result = predicted(job)
@@ -178,6 +197,7 @@ def test_exposed_communication_is_part_of_the_time_on_the_link(job: Mapping) -> 
 
 
 @quick
+@example(CUT)
 @given(jobs(strategies=("ddp", "fsdp"), framework="ideal"))
 def test_overlap_never_slows_a_job_without_contention(job: Mapping) -> None:
     """Without host costs: on a busy host, launching a collective earlier delays the kernels behind it."""

@@ -52,7 +52,7 @@ def test_requests_of_inference_are_predicted_and_agree_with_what_is_printed_besi
         assert 200 * weights / measured[f"gptfast-{name}"] == pytest.approx(printed, rel=0.01)
     text = markdown(found, "head")
     copied = {one["file"] for one in found.records if recalled.copied(one)}
-    assert copied == {"inferencemax.yaml"}
+    assert copied == {"dynamo.yaml", "inferencemax.yaml"}
     assert "| memory |" not in text and text.index("falcon-180b-128-2048") < text.index("gptfast-7b |")
 
 

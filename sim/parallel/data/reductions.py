@@ -117,15 +117,17 @@ def ddp(plan: Plan, sharded_optimizer: bool) -> Reduction:
 def deepspeed(plan: Plan, stage: int) -> Reduction:
     """DeepSpeed's data parallelism: without ZeRO (stage 0), ZeRO-1 and 2.
 
-    ZeRO-2 has contiguous buffers of `reduce_bucket_size` elements, two when reduction overlaps; a bucket's slices are
-    reduced to their owners one by one, or the bucket to all ranks, by release (`runtime/zero/stage_1_and_2.py`,
-    average_tensor). ZeRO-1 ignores both settings: it reduces behind the last backward, to all ranks, and flattens each
-    bucket for it, divides it, and copies it back (`runtime/engine.py`, _configure_zero_optimizer; reduce_gradients,
-    buffered_reduce_fallback, allreduce_and_copy); its first releases flattened all gradients at once
-    (0.3.16 `runtime/zero/stage1.py`, reduce_scatter_gradients). Gradients summed in fp32 beside bf16 parameters are one
-    tensor, reduced whole, in a copy of the dtype that travels (`runtime/bf16_optimizer.py`, get_grads_for_reduction;
-    `runtime/engine.py`, allreduce_bucket, communication_data_type). Stage 0 does as later ZeRO-1, in buckets of a fixed
-    size, and keeps all (`runtime/engine.py`, allreduce_gradients, MEMORY_OPT_ALLREDUCE_SIZE).
+    ZeRO-2 copies gradients into contiguous buffers of `reduce_bucket_size` elements, two when reduction overlaps, and
+    divides them there; a bucket's slices are reduced to their owners one by one, or flattened once more and summed on
+    all ranks, by release (`runtime/zero/stage_1_and_2.py`, average_tensor, allreduce_and_scatter; passes traced on fake
+    processes: 0.19.8). So does ZeRO-1 in its last micro-step, from 0.13 or 0.14 on. Before, it ignored both settings:
+    it reduced behind the last backward, to all ranks, and flattened each bucket for it, divided it, and copied it back
+    (`runtime/engine.py`, _configure_zero_optimizer; reduce_gradients, buffered_reduce_fallback, allreduce_and_copy);
+    its first releases flattened all gradients at once (0.3.16 `runtime/zero/stage1.py`, reduce_scatter_gradients).
+    Gradients summed in fp32 beside bf16 parameters are one tensor, reduced whole, in a copy of the dtype that travels
+    (`runtime/bf16_optimizer.py`, get_grads_for_reduction; `runtime/engine.py`, allreduce_bucket). Stage 0 does as old
+    ZeRO-1, in buckets of a fixed size, and keeps all (`runtime/engine.py`, allreduce_gradients,
+    MEMORY_OPT_ALLREDUCE_SIZE; traced likewise).
     """
     parameters, precision = plan.architecture.parameters, plan.scenario.training.precision
     width, own = DTYPE_BYTES[precision.reduce], DTYPE_BYTES[precision.gradients]
@@ -133,8 +135,10 @@ def deepspeed(plan: Plan, stage: int) -> Reduction:
     full = bucket_elements(plan.scenario.parallel, width, DEEPSPEED_BUCKET) if stage else DEEPSPEED_BUCKET
     limit = parameters if wide else full
     buckets = apart(lambda routed, group: fill_before(plan.architecture, limit, routed, group), _spread(plan))
-    if stage < 2:
-        kind = "all_reduce" if wide or not stage else plan.stack.whole_reduction
+    contiguous = stage == 2 or (stage == 1 and not wide and plan.stack.whole_reduction == "contiguous")
+    if not contiguous:
+        flat_kind = plan.stack.whole_reduction if stage and plan.stack.whole_reduction != "contiguous" else "all_reduce"
+        kind = "all_reduce" if wide else flat_kind
         copied = wide and width < own
         flat = 0 if wide and not copied else parameters if kind != "all_reduce" else limit
         return Reduction(
@@ -142,12 +146,14 @@ def deepspeed(plan: Plan, stage: int) -> Reduction:
             copy_out=2 * (own + width) + 2 * width, buffer_bytes=min(flat, parameters) * width, transient=True,
             gather_elements=DEEPSPEED_BUCKET if stage else 0, resident_gradients=False, behind=True,
             flattened=stage == 1, listed=plan.stack.listed_gathers)
-    buffers = 2 if plan.scenario.parallel.overlap else 1
+    buffers, kind = 2 if plan.scenario.parallel.overlap else 1, plan.stack.partition_reduction
+    divided, flattened = 2 * width, 2 * width if kind == "all_reduce" else 0
     return Reduction(
-        buckets=buckets, kind="all_reduce" if wide else plan.stack.partition_reduction,
-        shards=plan.shards(), gradient_shards=plan.shards(), copy_in=own + width, copy_out=0.0,
-        buffer_bytes=buffers * min(full, parameters) * width, transient=True,
-        gather_elements=DEEPSPEED_BUCKET, resident_gradients=False, listed=plan.stack.listed_gathers)
+        buckets=buckets, kind="all_reduce" if wide else kind, shards=plan.shards(),
+        gradient_shards=plan.shards() if stage == 2 else 1, copy_in=own + width, copy_out=0.0,
+        buffer_bytes=buffers * min(full, parameters) * width, transient=True, gather_elements=DEEPSPEED_BUCKET,
+        resident_gradients=False, behind=stage == 1 and not plan.scenario.parallel.overlap, flattened=stage == 1,
+        listed=plan.stack.listed_gathers, prepared=divided + flattened)
 
 
 def deepspeed_stage(plan: Plan) -> Reduction:
@@ -166,7 +172,8 @@ def deepspeed_stage(plan: Plan) -> Reduction:
     return Reduction(
         buckets=buckets, kind=plan.stack.partition_reduction, shards=plan.shards(), gradient_shards=1, copy_in=0.0,
         copy_out=own + width, buffer_bytes=min(limit, parameters) * width, transient=True,
-        gather_elements=DEEPSPEED_BUCKET, resident_gradients=False, behind=True, listed=plan.stack.listed_gathers)
+        gather_elements=DEEPSPEED_BUCKET, resident_gradients=False, behind=True, listed=plan.stack.listed_gathers,
+        prepared=2 * width if plan.stack.partition_reduction == "reduce" else 4 * width)
 
 
 def megatron(plan: Plan, distributed_optimizer: bool) -> Reduction:

@@ -32,7 +32,8 @@ class Breakdown:
     Attributes:
         compute: by kernel category.
         exposed_communication: by collective kind, then by group.
-        communication_total: seconds in which collectives of a kind and group move data, hidden or not.
+        communication_total: seconds in which collectives of a kind and group move data, hidden or not; of those that
+            wait longer than they move, what is exposed.
         pipeline_bubble: waiting for another stage.
         host: the GPU has nothing to do because the host is late.
         offload: waiting for copies between host and device, and for an optimizer on the CPU.
@@ -192,8 +193,10 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Float
     for i, (kind, group) in enumerate(rows):
         bubble = float(pending[i]) if between_stages((kind, group), across) else 0.0
         result.pipeline_bubble += bubble
-        result.exposed_communication.setdefault(kind, {})[group] = float(moving[i] + pending[i] + inside[i]) - bubble
-        result.communication_total.setdefault(kind, {})[group] = float(total[i])
+        exposed = float(moving[i] + pending[i] + inside[i]) - bubble
+        result.exposed_communication.setdefault(kind, {})[group] = exposed
+        # one that is issued and waits is exposed before it moves anything
+        result.communication_total.setdefault(kind, {})[group] = max(float(total[i]), exposed)
     return result
 
 

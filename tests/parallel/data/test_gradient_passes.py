@@ -125,12 +125,33 @@ def test_ddp_adds_and_copies_gradients_tensor_by_tensor(overlap: bool) -> None:
     assert own(found, "bucket copy-in") == pytest.approx([0, 8, 0])
 
 
-def test_zero_2_adds_only_what_a_rank_keeps() -> None:
-    """Gradients go with their reduction, so each micro-step's fill the buckets, and a sixteenth is added to."""
-    found = lowered("deepspeed", 2024, "mixed-fp16", 3, "zero2")
+@pytest.mark.parametrize(("year", "prepared"), [(2022, 4), (2024, 8)])
+def test_zero_2_divides_its_buckets_and_adds_only_what_a_rank_keeps(year: int, prepared: int) -> None:
+    """Gradients go with their reduction, so each micro-step's fill the buckets, are divided there and, where slices are
+    not reduced one by one, flattened once more; a sixteenth is added to. Traced on DeepSpeed 0.19.8, fake processes:
+    copy_ tensor by tensor, div_, cat, and add_ of the part from the second micro-step on."""
+    found = lowered("deepspeed", year, "mixed-fp16", 3, "zero2")
     assert [repeats for _, repeats in found.job.programs[0].schedule] == [1, 2, 1]
     assert own(found, "bucket copy-in") == pytest.approx([4, 4, 0])
+    assert own(found, "prepared bucket") == pytest.approx([prepared, prepared, 0])
     assert own(found, "gradient") == pytest.approx([0, 6 / 16, 0], rel=1e-5)
+
+
+@pytest.mark.parametrize(("year", "overlap", "copied"), [
+    (2022, True, 12), (2022, False, 12), (2024, True, 0), (2024, False, 0)])
+def test_zero_1_fills_zero_2_s_buckets_from_2024_on(year: int, overlap: bool, copied: int) -> None:
+    """In the last micro-step alone, beside its backward if that is asked for; before, it flattened behind it."""
+    found = lowered("deepspeed", year, "mixed-fp16", 3, "zero1", overlap=overlap, bucket_mb=32)
+    assert own(found, "gradient")[:3] == pytest.approx([0, 6, 6])
+    assert own(found, "bucket copy-out")[2] == pytest.approx(copied, abs=1e-6)
+    assert own(found, "bucket copy-in") == pytest.approx([0, 0, 0 if copied else 4, 0])
+    assert own(found, "prepared bucket") == pytest.approx([0, 0, 0 if copied else 8, 0])
+    program = found.job.programs[0]
+    last = program.sections[program.schedule[2][0]]
+    reduced = [task for task, kind in enumerate(last.kind) if kind == Kind.COLLECTIVE]
+    embedding = [task for task, kind in enumerate(last.kind) if kind == Kind.KERNELS
+                 and program.labels[last.label[task]].layer == "embedding"]
+    assert (reduced[0] < embedding[-1]) is (overlap and not copied)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
