@@ -59,7 +59,8 @@ def test_fresh_gradients_are_copied_into_the_buffer_of_their_reduction(reduce: s
 
 
 def test_a_flat_gradient_is_added_to_the_one_before() -> None:
-    """Views' gradients side by side (read, written), added (two reads, a write), and divided before the reduction."""
+    """Views' gradients side by side (read, written), added (two reads, a write), and divided before the reduction: cat,
+    add_ and div_ of FSDP 1 (torch 2.13 on fake CUDA tensors)."""
     assert [size for size, _ in own(lowered(2024, "bf16", False), "flatten gradient")] == [4, 10, 14]
     assert [size for size, _ in own(lowered(2024, "bf16", True), "flatten gradient")] == [8, 8]
 
