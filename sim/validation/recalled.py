@@ -46,8 +46,8 @@ Changed after a first look: the cache in fp8 on H100 and gpt-fast's own kernel f
 models (+15 to +40% before): that compiled norms loop over a row by 2,048 elements, that what quantises a product's
 input rides in the norm or activation in front of it and is shared by products of one input, that keys are written
 beside their rotation and read by groups, and that operands in 8 and 4 bits are padded. On Dynamo's long prompts it was
-seen that FlashAttention-3 could not be named (-16% at 3,000 tokens to +17% at 16,000 before); of its rows some 15 ms are
-the server's, which is not simulated."""
+seen that FlashAttention-3 could not be named (-16% at 3,000 tokens to +17% at 16,000 before); of its rows some 15 ms
+are the server's, which is not simulated."""
 
 #: What follows the name of a source in the record of errors where its figures are recalled.
 MARK = RECALLED
