@@ -8,7 +8,7 @@ from sim.model.scenario_style import fitting
 from sim.network import Topology
 from sim.network.fabric.topology import generation_of, reads_gpus, speeds
 from sim.report.advice.candidates import own_half
-from sim.report.warned.attention import documents_in_vain, joint_beside_frozen, not_flash
+from sim.report.warned.attention import documents_in_vain, joint_beside_frozen, not_flash, third_in_vain
 from sim.scenario import Scenario
 from sim.scenario.fields.schema import Inference
 from sim.scenario.named.gpus import gpu_facts
@@ -333,7 +333,7 @@ _ASKED = (links_in_vain, links_of_other_cards, both_directions, direct_over_sock
           takes_turns, zero_plus_plus_in_vain, algorithm_in_vain, schedule_of_another, same_tokens, versions_in_vain,
           kernels_in_vain, determinism, accumulation_in_vain, autocast_alone, fused_bias_in_vain, cache_in_vain,
           token_budget_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain, not_flash, documents_in_vain,
-          joint_beside_frozen)
+          joint_beside_frozen, third_in_vain)
 
 
 def in_vain(scenario: Scenario) -> list[str]:

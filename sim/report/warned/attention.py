@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sim.hardware import gpu
 from sim.model.architecture import Architecture
 from sim.model.attention.core_choice import core_dtype, fused_kernel, masked, uses_flash
 from sim.model.build import build
@@ -12,6 +13,7 @@ from sim.software import stack_of
 from sim.work import DTYPE_BYTES
 
 _NAME = "scaled_dot_product_attention"
+_HOPPER = "9.0"  # compute capability
 
 
 def not_flash(scenario: Scenario) -> list[str]:
@@ -58,6 +60,21 @@ def _why(style: Style) -> str:
 
 def _size(count: float) -> str:
     return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
+
+
+def third_in_vain(scenario: Scenario) -> list[str]:
+    """A warning where FlashAttention-3 is named and another kernel runs."""
+    named = scenario.software.versions.get("flash_attn", "")
+    if named.partition(".")[0] != "3" or scenario.model.kind == "layers":
+        return []
+    what, why = f"software: versions.flash_attn {named} changes nothing: ", ""
+    if scenario.training.attention != "flash":
+        why = f"training.attention is {scenario.training.attention}, not flash"
+    elif stack_of(scenario.software).attention_kernel != "flash3":
+        why = f"{scenario.software.framework} is predicted to call its own kernels (framework: pytorch calls them)"
+    elif gpu(scenario.cluster.topology.gpu).compute_capability != _HOPPER:
+        why = f"its own kernels are Hopper's; {scenario.cluster.topology.gpu} runs FlashAttention-2's"
+    return [what + why] if why else []
 
 
 def documents_in_vain(scenario: Scenario) -> list[str]:

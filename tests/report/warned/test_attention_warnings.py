@@ -10,6 +10,7 @@ import pytest
 from sim.api import run
 from sim.report.terminal.head import described
 from sim.report.warned.asked import in_vain
+from sim.report.warned.attention import third_in_vain
 from sim.scenario import Scenario, resolve
 
 
@@ -94,3 +95,17 @@ def test_attention_counted_in_full_is_said_where_it_is_much_of_the_step(sequence
     found = [text for text in result.warnings if text.startswith("mfu:")]
     assert (len(found) == 1) == told
     assert not found or f"MFU is {real:.1f}%" in found[0]
+
+
+@pytest.mark.parametrize(("topology", "framework", "attention", "release", "said"), [
+    ("dgx-h100", "pytorch", "flash", "3.0", ""), ("dgx-h100", "pytorch", "flash", "2.8", ""),
+    ("dgx-h100", "pytorch", "sdpa", "3.0", "training.attention is sdpa, not flash"),
+    ("dgx-h100", "torchtitan", "flash", "3.0", "torchtitan is predicted to call its own kernels"),
+    ("dgx-a100-80g", "pytorch", "flash", "3.0", "Hopper's; a100-80g-sxm runs FlashAttention-2's")])
+def test_flash_attention_3_is_said_to_change_nothing_where_it_does_not_run(
+        topology: str, framework: str, attention: str, release: str, said: str) -> None:
+    told = third_in_vain(resolve({
+        "name": "x", "cluster": {"topology": topology}, "model": {"preset": "gpt2"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128, "attention": attention},
+        "software": {"framework": framework, "year": 2025, "versions": {"flash_attn": release}}}))
+    assert len(told) == bool(said) and all(said in text for text in told)
