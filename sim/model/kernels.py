@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sim.model.architecture import Joint, Operator, Parameter, Tensor
+from sim.model.padded import padded, pads
 from sim.model.style import Style
 from sim.work import DTYPE_BYTES, Kernel
 
@@ -177,7 +178,31 @@ def linear(
         backward.append(cast("weight_gradient_cast", size, act, style.gradient, 1 + bias, style.stack.compile))
     if casts:
         backward.append(cast("input_gradient_cast", rows * features_in, act, source))
+    if pads(style, rows, features_in, features_out):
+        return _padded(style, rows, features_in, features_out, forward, backward)
     return forward, backward
+
+
+def _padded(style: Style, rows: int, features_in: int, features_out: int, forward: Sequence[Kernel],
+            backward: Sequence[Kernel]) -> tuple[list[Kernel], list[Kernel]]:
+    """Kernels of a linear layer whose products torch.compile pads (`sim.model.padded`).
+
+    Each way a copy of the weight is read and written, forward by autocast's cast, which is there and writes once more.
+    What compiled neighbours make of an uneven input, or gradient of an uneven output, they write a second time: as it
+    is for one product, turned for the other. A gradient that comes from outside is read for both.
+    """
+    act, size = width(style.act), features_in * features_out
+    made = [padded(kernel) if kernel.op == "gemm" else kernel for kernel in forward]
+    back = [padded(kernel) if kernel.op == "gemm" else kernel for kernel in backward]
+    made.insert(0, elementwise("weight_padding", size, act if style.autocast else 2 * act, style.act))
+    back.insert(0, elementwise("weight_padding", size, 2 * act, style.act))
+    multiple = round(16 / act)
+    if features_in % multiple:
+        made.insert(0, elementwise("input_padding", rows * features_in, act, style.act, 0))
+    if features_out % multiple:
+        passes = 1 if style.stack.loss_compiled else 3
+        back.insert(0, elementwise("gradient_padding", rows * features_out, passes * act, style.act, passes // 3))
+    return made, back
 
 
 def _comes_narrow(style: Style) -> bool:

@@ -38,6 +38,7 @@ class Stack:
             the logits) or "vocab_parallel" (Megatron's own, a chain of kernels).
         blocks_in_one: forward of a plain GPT block is one function, attention included.
         loss_compiled: torch.compile covers the loss too.
+        pads_products: products whose sizes are no multiple of 16 bytes are padded (`sim.model.padded`).
         loss_overwrites: a vocab_parallel loss works in place on the fp32 logits; else its first step is a copy beside
             them, and the model has let go of the narrow ones by then.
         chunked_logits_kept: a loss in chunks keeps the logits of all of them, in the model's dtype; else it makes the
@@ -228,6 +229,7 @@ class Stack:
     loss: str
     blocks_in_one: bool
     loss_compiled: bool
+    pads_products: bool
     loss_overwrites: bool
     chunked_logits_kept: bool
     chunks_cut: str
