@@ -285,6 +285,12 @@ class Style:
         return self.turned > 0 and self.modules == "transformers" and not (self.stack.fused_rope or self.stack.compile)
 
     @property
+    def turns_complex(self) -> bool:
+        """Whether rotary positions multiply complex numbers (`Stack.complex_rope`); where queries and keys have norms of
+        their own, cos and sin are taken."""
+        return self.stack.complex_rope and self.modules == "plain" and self.kind == "decoder" and not self.qk_norm
+
+    @property
     def copies_heads(self) -> bool:
         """Whether queries, keys and values are copied on their way from their projection (`Stack.copied_heads`)."""
         return self.stack.copied_heads and self.modules == "plain" and self.kind == "decoder" and not self.stack.compile

@@ -79,6 +79,7 @@ class Stack:
         host_read_s: from the end of what the GPU has to do to the host going on with a number it reads there.
         fused_*: one kernel instead of a chain (bias + GELU, SwiGLU, rotary, RMSNorm, scale + mask + softmax,
             bias + dropout + residual).
+        complex_rope: plain decoders turn queries and keys as complex numbers in fp32.
         fused_latent_rope: latent attention's queries are turned in place, and its keys and values written whole, by a
             kernel each.
         fused_models: whose modules have those kernels of norms, rotary positions and MLPs: every model's, or rmsnorm
@@ -265,6 +266,7 @@ class Stack:
     fused_bias_gelu: bool
     fused_swiglu: bool
     fused_rope: bool
+    complex_rope: bool
     fused_latent_rope: bool
     fused_rmsnorm: bool
     fused_models: str

@@ -16,11 +16,13 @@ from sim.model.attention.head_exchange import within
 from sim.model.attention.head_norms import head_norms
 from sim.model.kernels import (
     ROTARY_VISITS,
+    cast,
     elementwise,
     linear,
     linear_operator,
     linear_parameters,
     meeting,
+    scalar,
     strided,
     strided_chain,
     width,
@@ -223,6 +225,9 @@ def _rotary(style: Style) -> Operator:
     whole = style.tokens * (style.query_width + style.kv_width)
     elements = whole * style.turned // style.head_dim if style.cut_heads else whole
     e, wide = width(style.act), width(style.residual)
+    if style.turns_complex:
+        forwards, backwards = _complex_rotary(style, elements, e)
+        return Operator("rotary", forwards, backwards, saved=tuple(_kept_queries_and_keys(style)))
     forwards, backwards = _spelled_rotary(elements, e, wide, style.act)
     if style.stack.fused_rope or style.stack.compile:
         launches = 1 if style.stack.fused_in_place else 2
@@ -234,6 +239,23 @@ def _rotary(style: Style) -> Operator:
         copied = strided(style, elementwise("rotary_cut_backward", whole, 2 * e, style.act, 4))
         forwards, backwards = (*forwards, joined), (filled, copied, *backwards)
     return Operator("rotary", forwards, backwards, saved=tuple(_kept_queries_and_keys(style)))
+
+
+def _complex_rotary(style: Style, elements: int, e: float) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
+    """Queries and keys as complex numbers: both widened to fp32, multiplied by what is broadcast over heads, and
+    narrowed, forward and backward alike. Inductor has no code for complex numbers: ATen's kernel multiplies them, so
+    widening and narrowing are passes of their own (what torch 2.13.0's Inductor makes of torchtitan's block).
+
+    Args:
+        elements: real ones, of queries and keys.
+        e: bytes of one as it comes.
+    """
+    def way(name: str) -> tuple[Kernel, ...]:
+        widened = cast(name, elements, style.act, "fp32", 2, compiled=style.stack.compile)
+        turned = scalar(elementwise(name, elements, 4 + 4, "fp32", 2), 0.5)  # an element is a pair
+        return (widened, turned, cast(name, elements, "fp32", style.act, 2)) if e < 4 else (turned,)
+
+    return way("rotary"), way("rotary_backward")
 
 
 def _spelled_rotary(elements: int, e: float, wide: float, dtype: str) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:

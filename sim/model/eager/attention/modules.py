@@ -143,11 +143,28 @@ def _copied(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor) -
 
 def _rotary(run: Run, style: Style, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """apply_rotary_pos_emb; cos and sin are the embedding layer's and in the residual stream's dtype."""
+    if style.turns_complex:
+        return _as_complex(run, query, key)
     if style.stack.fused_rope and style.stack.fused_in_place:
         return op.overwritten(run, query), op.overwritten(run, key)
     if style.stack.fused_rope or style.stack.compile:
         return op.unary(run, query), op.unary(run, key)
     return _turned(run, style, query), _turned(run, style, key)
+
+
+def _as_complex(run: Run, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """torchtitan's apply_rotary_emb: fp32 copies and their products are variables to its end; by what they are
+    multiplied needs no gradient, so neither is kept."""
+    wide = [op.to(run, x, "fp32") for x in (query, key)]
+    turned = [_multiplied(run, x) for x in wide]
+    first, second = (op.to(run, x, query.dtype) for x in turned)
+    return first, second
+
+
+def _multiplied(run: Run, x: Tensor) -> Tensor:
+    elements = x.elements
+    node = run.node(lambda run, _: [run.new(elements, "fp32")], (x.sink,))
+    return Tensor(run.new(elements, "fp32"), elements, "fp32", node.output())
 
 
 def _turned(run: Run, style: Style, x: Tensor) -> Tensor:
