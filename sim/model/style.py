@@ -286,8 +286,8 @@ class Style:
 
     @property
     def turns_complex(self) -> bool:
-        """Whether rotary positions multiply complex numbers (`Stack.complex_rope`); where queries and keys have norms of
-        their own, cos and sin are taken."""
+        """Whether rotary positions multiply complex numbers (`Stack.complex_rope`). Where queries and keys have norms
+        of their own, cos and sin are taken."""
         return self.stack.complex_rope and self.modules == "plain" and self.kind == "decoder" and not self.qk_norm
 
     @property
