@@ -55,6 +55,7 @@ class Style:
         gathers: keys and values of the whole sequence are gathered before attention, else they go round a ring.
         exchanges: ranks of the context that exchange tokens for heads around attention (`head_exchange`); 1 = none.
         scattered: between the cut regions activations are cut along the sequence (Korthikanti et al. 2022).
+        pipelined: products and collectives of tensor ranks are cut into pieces that overlap.
         dropout: whether dropout masks exist (their probability changes nothing else).
         qk_norm: norms of queries and keys: "head", "whole" or "" = none.
         block_norms: whether a block's halves have a norm at their input, output, or both.
@@ -116,6 +117,7 @@ class Style:
     gathers: bool = False
     exchanges: int = 1
     scattered: bool = False
+    pipelined: bool = False
     tuned: Tuned | None = None
     widened: str = ""
     full_every: int = 0
@@ -283,6 +285,11 @@ class Style:
     def cut_heads(self) -> bool:
         """Whether rotary positions turn a part of every head that is cut out and joined again."""
         return self.turned > 0 and self.modules == "transformers" and not (self.stack.fused_rope or self.stack.compile)
+
+    @property
+    def copies(self) -> str:
+        """What tensor ranks copy of activations cut along the sequence (`Stack.copied_along`)."""
+        return self.stack.copied_along(self.batch) if self.scattered and not self.pipelined else "none"
 
     @property
     def turns_complex(self) -> bool:

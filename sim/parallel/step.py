@@ -97,7 +97,8 @@ class Plan:
         self.compute = Compute(self.builder, self.stack, joints(
             self.stack, tuple(self.groups), sequence=parallel.sequence_parallel and parallel.tensor > 1,
             pipelined=parallel.async_tensor, dispatched=sent, shares=hidden_by(self.scenario, self.stack) == "shared",
-            parts=parallel.tensor, sms=gpu(self.scenario.cluster.topology.gpu).sms))
+            parts=parallel.tensor, sms=gpu(self.scenario.cluster.topology.gpu).sms,
+            sequences=self.scenario.training.micro_batch))
 
 
     @property

@@ -161,6 +161,9 @@ class Stack:
         narrow_weights_cached: weights are quantised once per optimizer step, not in every micro-step.
         narrow_parameters: the blocks' matrices are parameters in 8 bits, without a wider copy beside the master.
         narrow_gathers: what sequence parallelism gathers for narrow products travels in their dtype.
+        sequence_first: the sequence is the outermost dimension of activations, so what tensor ranks gather or scatter
+            along it is in one piece; else it is copied.
+        gathers_single: a gathered single sequence is copied too, though it is in one piece.
         gathered_inputs_kept: a column-cut product keeps its input as gathered along the sequence; else its own share,
             gathered again in backward.
         tensor_overlap: the reduction of a column-cut product's input gradient runs beside its weight gradient.
@@ -329,6 +332,8 @@ class Stack:
     narrow_gathers: bool
     nccl_release: str
     kernel_loading: str
+    sequence_first: bool
+    gathers_single: bool
     gathered_inputs_kept: bool
     tensor_overlap: bool
     tensor_pieces: str
@@ -367,6 +372,17 @@ class Stack:
     def schedules(self) -> tuple[str, ...]:
         """Pipeline schedules of the stack's own releases."""
         return () if self.pipeline_schedules == "none" else tuple(self.pipeline_schedules.split(", "))
+
+    def copied_along(self, sequences: int) -> str:
+        """What tensor ranks copy of activations cut along the sequence: what they gather and scatter ("both"), what
+        they scatter alone ("scatters"), or "none".
+
+        Args:
+            sequences: of a micro-batch.
+        """
+        if self.sequence_first:
+            return "none"
+        return "both" if sequences > 1 or self.gathers_single else "scatters"
 
     @property
     def adds_halves(self) -> bool:

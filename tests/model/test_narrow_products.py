@@ -113,7 +113,8 @@ def test_weights_gathered_in_fp8_need_no_cast_and_no_autocast() -> None:
     assert quantised(wide, False) - quantised(narrow, False) == WEIGHTS * 6
     assert quantised(wide, True) - quantised(narrow, True) == WEIGHTS * 6
     blocks = [low.architecture.stack[1] for low in (wide, narrow)]
-    assert [[k.dtype for op in block.operators for k in op.forward] for block in blocks][1].count("fp32") == 0
+    assert [[k.dtype for op in block.operators if op.name != "rotary" for k in op.forward]
+            for block in blocks][1].count("fp32") == 0
     assert peak(narrow.job.programs[0]).steady
 
 

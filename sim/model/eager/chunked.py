@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sim.model.eager.tensors import between
 from sim.model.eager.tensors import operations as op
 from sim.model.eager.tensors.autograd import Gradients, Run, Sink, Tensor, Weight
 from sim.model.eager.tensors.storage import LOGITS, WORKSPACE, Storage
@@ -45,7 +46,7 @@ def _cut(run: Run, style: Style, inputs: list[Tensor], rows: int) -> Tensor:
     """torchtitan's, of a slice of the vocabulary: `ChunkedLossWrapper.__call__`, whose chunks are detached copies (of
     one sequence views) and run backward one by one."""
     x = inputs.pop()
-    x = op.gathered(run, x, style.tensor) if style.scattered else x
+    x = between.gathered(run, x, style.tensor) if style.scattered else x
     act, size, trained = x.dtype, style.vocab * style.hidden, style.tuned is None
     if run.autocast:
         act = run.autocast

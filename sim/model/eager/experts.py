@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from sim.model.eager.mlp import activation, inner, mlp
 from sim.model.eager.products import linear, router, row
+from sim.model.eager.tensors import between
 from sim.model.eager.tensors import operations as op
 from sim.model.eager.tensors.autograd import Gradients, Run, Tensor
 from sim.model.eager.tensors.narrow import keeping
@@ -194,4 +195,4 @@ def _rows(style: Style, made: Experts) -> tuple[int, int]:
 
 def _whole(run: Run, spread: Style, x: Tensor) -> Tensor:
     """Rows of all slices an expert's width is cut into."""
-    return op.gathered(run, x, spread.tensor) if spread.scattered else x
+    return between.gathered(run, x, spread.tensor) if spread.scattered else x

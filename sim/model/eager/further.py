@@ -11,6 +11,7 @@ from functools import partial
 from sim.model.eager.decoder import block
 from sim.model.eager.norms import norm
 from sim.model.eager.products import entered, row_cut
+from sim.model.eager.tensors import between
 from sim.model.eager.tensors import operations as op
 from sim.model.eager.tensors.autograd import Run, Tensor, Weight
 from sim.model.eager.tensors.narrow import narrow
@@ -68,6 +69,6 @@ def _depth(style: Style, policy: str, run: Run, x: Tensor, embedded: Tensor) -> 
                   placeholder=style.weight_placeholder)
     del both
     run.at("mtp_gather")
-    x = op.widened(run, x, style.tensor)
+    x = between.widened(run, x, style.tensor)
     x = block(run, style, row_cut(run, style, x), policy)
     return norm(run, style, x, "mtp_norm")

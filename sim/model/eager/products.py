@@ -6,6 +6,7 @@ Sources: Megatron-LM core/tensor_parallel/layers.py, transformers pytorch_utils.
 from __future__ import annotations
 
 from sim.model.eager import tuned
+from sim.model.eager.tensors import between
 from sim.model.eager.tensors import operations as op
 from sim.model.eager.tensors.autograd import Run, Tensor
 from sim.model.eager.tensors.narrow import narrow
@@ -41,7 +42,9 @@ def column(run: Run, style: Style, x: Tensor, parts: tuned.Parts) -> Tensor:
 
 def entered(run: Run, style: Style, x: Tensor) -> Tensor:
     """The stream as column-cut products read it where they keep it so (`Stack.gathered_inputs_kept`)."""
-    return op.gathered(run, x, style.tensor) if style.scattered and style.stack.gathered_inputs_kept else x
+    if not style.scattered or not style.stack.gathered_inputs_kept:
+        return x
+    return between.gathered(run, x, style.tensor, style.copies)
 
 
 def row(run: Run, style: Style, x: Tensor, features_in: int, parts: tuned.Parts, matrices: int = 1) -> Tensor:
@@ -53,4 +56,4 @@ def row(run: Run, style: Style, x: Tensor, features_in: int, parts: tuned.Parts,
 
 def row_cut(run: Run, style: Style, x: Tensor) -> Tensor:
     """A sum over the slices of the width, on its way back into the stream."""
-    return op.scattered(run, x, style.tensor) if style.scattered else x
+    return between.scattered(run, x, style.tensor, style.copies) if style.scattered else x

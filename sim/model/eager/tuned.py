@@ -8,6 +8,7 @@ autograd/_functions.py (MatMul4Bit, MatMul8bitLt), nn/modules.py (Linear4bit); L
 
 from __future__ import annotations
 
+from sim.model.eager.tensors import between
 from sim.model.eager.tensors import operations as op
 from sim.model.eager.tensors.autograd import Dropped, Gradients, Run, Tensor, Weight
 from sim.model.eager.tensors.narrow import narrow
@@ -33,7 +34,7 @@ def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, ga
     outputs, stored = sum(width for _, width in parts), tuned.linear_dtype(parts[0][0], run.memory.operator)
     chosen = tuned.chosen(parts)
     if chosen and gathered > 1:
-        x, gathered = op.gathered(run, x, gathered), 1
+        x, gathered = between.gathered(run, x, gathered), 1
     result = _frozen(run, style, x, features_in, outputs, stored, gathered, matrices, blocks=parts[0][0] != "head")
     if not chosen:
         return result
@@ -46,7 +47,7 @@ def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, ga
     else:
         share = style.tensor if style.cuts_branches else 1
         down = op.linear(run, x, features_in, tuned.rank // share, False, dtype=tuned.dtype, matrices=own)
-        down = op.widened(run, down, share)
+        down = between.widened(run, down, share)
         update = op.scale(run, op.linear(run, down, tuned.rank, outputs, False, dtype=tuned.dtype, matrices=own))
         del down
     del x
@@ -75,7 +76,7 @@ def row(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, matri
     stored = tuned.linear_dtype(parts[0][0], run.memory.operator)
     result = _frozen(run, style, x, features_in, outputs, stored, matrices=matrices)
     if style.scattered:
-        result = op.scattered(run, result, style.tensor)
+        result = between.scattered(run, result, style.tensor)
     if not chosen:
         return result
     own = _branches(style, matrices)
@@ -84,9 +85,9 @@ def row(run: Run, style: Style, x: Tensor, features_in: int, parts: Parts, matri
     del x
     update = op.linear(run, down, tuned.rank, outputs // style.tensor, False, dtype=tuned.dtype, matrices=own)
     del down
-    update = op.widened(run, update, style.tensor)
+    update = between.widened(run, update, style.tensor)
     if style.scattered:
-        update = op.scattered(run, update, style.tensor)
+        update = between.scattered(run, update, style.tensor)
     return op.add(run, result, op.to(run, op.scale(run, update), result.dtype))
 
 
@@ -203,11 +204,11 @@ def bottleneck(run: Run, style: Style, x: Tensor) -> Tensor:
     assert tuned is not None
     if style.modules == "megatron":
         own = tuned.rank // style.tensor
-        down = op.widened(run, op.linear(run, x, style.hidden, own, False, dtype=tuned.dtype), style.tensor)
+        down = between.widened(run, op.linear(run, x, style.hidden, own, False, dtype=tuned.dtype), style.tensor)
         inner = op.unary(run, down, saves_input=True)
         del down
         if style.tensor > 1:  # scatter_to_tensor_model_parallel_region: columns, not tokens, but as many of them
-            inner = op.scattered(run, inner, style.tensor)
+            inner = between.scattered(run, inner, style.tensor)
         up = op.linear(run, inner, own, style.hidden, False, dtype=tuned.dtype)
         del inner
         return op.add(run, x, op.layer_norm(run, op.to(run, up, x.dtype), style.hidden, 2, 2, tuned.dtype))

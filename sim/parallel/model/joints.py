@@ -32,6 +32,8 @@ class Joints:
         parts: tensor ranks.
         margin: SMs of the GPU over those of a product that is reduced in pieces (`Stack.tensor_margin_sms`).
         shared_scale: what in 8 bits they scale alike (`Stack.shared_scale`).
+        copies: what is copied along the sequence (`Stack.copied_along`).
+        compiled: torch.compile writes what stands beside products.
     """
 
     calls: Calls
@@ -44,6 +46,8 @@ class Joints:
     parts: int = 1
     shared_scale: str = "none"
     margin: float = 1.0
+    copies: str = "none"
+    compiled: bool = False
 
     @property
     def expert(self) -> int | None:
@@ -86,7 +90,7 @@ class Joints:
         if joint.kind in ("ring", "rotate"):
             return context.around(self.calls, joint, kernels, direction)
         style = tensor.Style(self.sequence, self.hides, self.pipelined, self.keeps, self.pieces, self.parts,
-                             self.shared_scale, self.margin)
+                             self.shared_scale, self.margin, self.copies, self.compiled)
         return tensor.around(self.calls, joint, kernels, direction, style)
 
 
@@ -117,10 +121,17 @@ class Uncut:
 
 
 def joints(stack: Stack, communicators: Sequence[str], *, sequence: bool, pipelined: bool,
-           dispatched: float = 1.0, shares: bool = False, parts: int = 1, sms: int = 0) -> Joints | Uncut:
-    """Joints of a job whose programs have these communicators; see `Joints` and `Calls`."""
+           dispatched: float = 1.0, shares: bool = False, parts: int = 1, sms: int = 0,
+           sequences: int = 1) -> Joints | Uncut:
+    """Joints of a job whose programs have these communicators; see `Joints` and `Calls`.
+
+    Args:
+        sms: of the GPU.
+        sequences: of a micro-batch.
+    """
     calls = Calls(tuple(communicators), dispatched)
     if not any(name in communicators for name in CUTS):
         return Uncut()
     return Joints(calls, sequence, stack.tensor_overlap, pipelined, stack.gathered_inputs_kept, shares,
-                  stack.tensor_pieces, parts, stack.shared_scale, sms / (sms - stack.tensor_margin_sms) if sms else 1.0)
+                  stack.tensor_pieces, parts, stack.shared_scale, sms / (sms - stack.tensor_margin_sms) if sms else 1.0,
+                  stack.copied_along(sequences), stack.compile)

@@ -6,7 +6,9 @@ Sources: Shoeybi et al. 2019 (arXiv 1909.08053), section 3, f and g; Korthikanti
 reduced beside the weight gradient), `mappings.py`, `cross_entropy.py`; Megatron-Bridge `peft/utils.py`
 (ParallelLinearAdapter). Scales of torchtitan's tensors: torchao 0.5.0 and 0.13.0 float8/float8_utils.py,
 tensor_to_scale of a DTensor, run on fake tensors under PyTorch 2.13: ranks that share a tensor out find its maximum by
-an all-reduce of 8 bytes (fp64) in front of each cast, of weights and of what products of rows read too.
+an all-reduce of 8 bytes (fp64) in front of each cast, of weights and of what products of rows read too. Copies along
+the sequence: torch 2.6.0 and 2.14.1 distributed/_functional_collectives.py, all_gather_tensor (chunk and cat behind the
+wait) and reduce_scatter_tensor (in front of it); what Inductor makes of them was read off torch 2.13's scheduler.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ class Style(NamedTuple):
     parts: int = 1
     shared_scale: str = "none"
     margin: float = 1.0
+    copies: str = "none"
+    compiled: bool = False
 
 
 def around(calls: Calls, joint: Joint, kernels: Items, direction: str, style: Style) -> Items:
@@ -96,7 +100,26 @@ def _column_forward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: 
     before = (*own[:first], *_scale(calls, joint, style))
     if style.pipelined and own[first].op == "gemm":
         return (*before, _gather(calls, joint, own[first]), *own[first + 1:])
-    return (*before, _gather(calls, joint), *own[first:])
+    return (*before, _gather(calls, joint), *_joined(joint, style), *own[first:])
+
+
+def _joined(joint: Joint, style: Style) -> Items:
+    """A copy of what was gathered into one piece, where the sequence is not the outermost dimension."""
+    if not style.sequence or style.pipelined or style.copies != "both":
+        return ()
+    dtype = joint.gathered or joint.dtype
+    return (elementwise("sequence_cat", joint.elements, 2 * DTYPE_BYTES[dtype], dtype),)
+
+
+def _parted(joint: Joint, style: Style, sums: bool = False) -> Items:
+    """A copy of what is reduced and scattered, piece behind piece.
+
+    Args:
+        sums: it is a sum of several products; compiled, the kernel that adds them up writes it so.
+    """
+    if not style.sequence or style.pipelined or style.copies == "none" or (sums and style.compiled):
+        return ()
+    return (elementwise("sequence_cat", joint.elements, 2 * DTYPE_BYTES[joint.dtype], joint.dtype),)
 
 
 def _row_forward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: Style) -> Items:
@@ -105,7 +128,8 @@ def _row_forward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: Sty
     last = max((i for i, k in enumerate(own) if k.op in ("gemm", "embedding")), default=len(own) - 1)
     if style.pipelined and own[last].op == "gemm":
         return (*own[:last], *_pieces(calls, joint, kind, own[last], style), *own[last + 1:])
-    return (*own[:last + 1], calls.call("tensor", kind, joint.elements, joint.dtype), *own[last + 1:])
+    return (*own[:last + 1], *_parted(joint, style), calls.call("tensor", kind, joint.elements, joint.dtype),
+            *own[last + 1:])
 
 
 def _pieces(calls: Calls, joint: Joint, kind: str, product: Kernel, style: Style) -> Items:
@@ -132,7 +156,7 @@ def _row_backward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: St
     first = next((i for i, k in enumerate(own) if k.op == "gemm"), -1)
     scale = _scale(calls, joint, style)
     if not style.pipelined or first < 0:
-        return (*scale, _gather(calls, joint), *own)
+        return (*scale, _gather(calls, joint), *_joined(joint, style), *own)
     return (*own[:first], *scale, _gather(calls, joint, own[first]), *own[first + 1:])
 
 
@@ -152,8 +176,9 @@ def _column_backward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style:
     kind = "reduce_scatter" if style.sequence else "all_reduce"
     hides = (style.hides or style.sequence) and data >= 0 and not (style.sequence and style.keeps)
     if not hides:
-        part = joint.elements / joint.times
-        return (*own, *(calls.call("tensor", kind, part, joint.dtype) for _ in range(joint.times)))
+        part, sums = joint.elements / joint.times, any(k.variant == "input_gradient_sum" for k in own)
+        reduced = (calls.call("tensor", kind, part, joint.dtype) for _ in range(joint.times))
+        return (*own, *_parted(joint, style, sums), *reduced)
     before: Items = own[:data + 1]
     if style.sequence and joint.again:
         before = (*own[:data], _gather(calls, joint, own[data]))

@@ -115,7 +115,7 @@ class Layers:
         compute = Compute(ProgramBuilder(("compute",), names), stack, joints(
             stack, names, sequence=parallel.sequence_parallel and parallel.tensor > 1, pipelined=parallel.async_tensor,
             dispatched=sent, shares=hidden == "shared", parts=parallel.tensor,
-            sms=gpu(scenario.cluster.topology.gpu).sms))
+            sms=gpu(scenario.cluster.topology.gpu).sms, sequences=scenario.training.micro_batch))
         items = [[compute.forward_items(layer.operators), *(
             compute.backward_items(layer.operators, weights) for weights in ("with", "without", "only")), *(
             _again(compute, layer, p) if layer.kind == "block" else () for p in self.policies)]

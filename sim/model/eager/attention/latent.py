@@ -17,6 +17,7 @@ from sim.model.attention.core_choice import unequal, uses_flash
 from sim.model.eager.attention.modules import attended, rotated, times_table
 from sim.model.eager.norms import norm
 from sim.model.eager.products import column, entered, linear, row
+from sim.model.eager.tensors import between
 from sim.model.eager.tensors import operations as op
 from sim.model.eager.tensors.autograd import Gradients, Run, Tensor
 from sim.model.eager.tensors.narrow import keeping
@@ -123,7 +124,7 @@ def _compressed(run: Run, style: Style, latent: Latent, x: Tensor) -> tuple[Tens
     del x
     kv_compressed, k_pos_emb = op.split(run, kv_combined, [whole.tokens * n for n in (latent.kv_rank, latent.rope)])
     if style.scattered:
-        k_pos_emb = op.gathered(run, k_pos_emb, style.tensor)
+        k_pos_emb = between.gathered(run, k_pos_emb, style.tensor)
     return q_compressed, kv_compressed, k_pos_emb
 
 

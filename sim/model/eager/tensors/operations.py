@@ -252,30 +252,6 @@ def frozen(run: Run, x: Tensor, features_in: int, features_out: int) -> Tensor:
     return _result(run, node, elements // features_in * features_out, dtype)
 
 
-def scattered(run: Run, x: Tensor, parts: int) -> Tensor:
-    """A reduce-scatter along the sequence; backward gathers."""
-    elements, dtype = x.elements, x.dtype
-    node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
-    part = elements // parts
-    return Tensor(run.output(part, dtype), part, dtype, node.output())
-
-
-def gathered(run: Run, x: Tensor, parts: int) -> Tensor:
-    """An all-gather along the sequence as a node of its own; backward reduces and scatters."""
-    elements, dtype = x.elements, x.dtype
-    node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
-    return _result(run, node, elements * parts, dtype)
-
-
-def widened(run: Run, x: Tensor, parts: int) -> Tensor:
-    """Columns of all slices gathered (`gather_from_tensor_model_parallel_region`); backward takes its own."""
-    if parts == 1:
-        return x
-    elements, dtype = x.elements, x.dtype
-    node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
-    return _result(run, node, elements * parts, dtype)
-
-
 def layer_norm(run: Run, x: Tensor, cols: int, parameters: int, statistics: int, dtype: str,
                in_place: bool = False) -> Tensor:
     """`native_layer_norm` (2 statistics per row) or a fused RMS norm (1), with `parameters` of `cols` elements, whose
