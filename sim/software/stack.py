@@ -92,6 +92,9 @@ class Stack:
         rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
         merged_gate: plain modules make gate and up by one product of one matrix, and split what comes out.
         separate_qkv: plain decoders have three matrices for queries, keys and values; else one.
+        projection_bias: what adds the bias of queries, keys and values that one product makes: the product, whose
+            gradient is a sum over all rows ("forward"), the products both ways ("both"), or a kernel each way
+            ("apart").
         expands_kv: plain modules copy grouped keys and values out to every query head in front of fused attention.
         copied_heads: queries, keys and values are copied from (sequence, batch) to (batch, sequence), keys and values
             once more side by side and once more interleaved, in front of rotary positions.
@@ -277,6 +280,7 @@ class Stack:
     fused_dropout_add: bool
     merged_gate: bool
     separate_qkv: bool
+    projection_bias: str
     expands_kv: bool
     copied_heads: bool
     fused_permutation: bool

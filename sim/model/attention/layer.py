@@ -94,6 +94,8 @@ def _projections(style: Style, names: Sequence[str], source: str) -> tuple[Opera
     if len(names) == 1:
         operator, fused = linear_operator(style, "qkv", names[0], style.hidden, outputs, source=source,
                                           saved=(inputs, *kept))
+        if style.bias:
+            operator = _with_bias(style, operator, outputs)
         if not style.stack.compile:
             apart, gather = _taken_apart(style, outputs)
             operator = replace(operator, forward=(*operator.forward, *apart), backward=(gather, *operator.backward))
@@ -104,6 +106,16 @@ def _projections(style: Style, names: Sequence[str], source: str) -> tuple[Opera
     # under autocast every projection casts its input for itself
     saved = (inputs,) * (3 if source != style.act else 1)
     return _separate(style, names, features, tokens, source, (*saved, *kept), [sums])
+
+
+def _with_bias(style: Style, operator: Operator, outputs: int) -> Operator:
+    """The projection with its bias added where the stack adds it (`Stack.projection_bias`)."""
+    if style.stack.projection_bias == "apart":
+        added = strided(style, elementwise("projection_bias", style.tokens * outputs, 2 * width(style.act), style.act))
+        return replace(operator, forward=(*operator.forward, added))
+    if style.stack.projection_bias == "both":
+        return replace(operator, backward=tuple(k for k in operator.backward if k.variant != "bias_gradient"))
+    return operator
 
 
 def _taken_apart(style: Style, outputs: int) -> tuple[list[Kernel], Kernel]:

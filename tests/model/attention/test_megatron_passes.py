@@ -1,0 +1,61 @@
+"""Passes around attention of Megatron's blocks, counted by hand and traced in megatron-core 0.12.0 on fake tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sim.model import build
+from sim.model.architecture import Layer
+from sim.scenario import resolve
+from sim.software import stack_of
+from sim.work import Kernel
+
+TOKENS, HIDDEN, HEADS, FFN = 2 * 1024, 1024, 8, 4096
+
+
+def block(year: int, tensor: int = 1, attention: str = "eager", parallel: dict[str, Any] | None = None,
+          software: dict[str, Any] | None = None, topology: str = "dgx-a100-80g", **model: Any) -> Layer:
+    scenario = resolve({
+        "name": "x", "cluster": {"topology": topology, "gpus_per_node": tensor},
+        "model": {"kind": "decoder", "positions": "learned", "norm": "layernorm", "bias": True, "layers": 2,
+                  "hidden": HIDDEN, "heads": HEADS, "ffn": FFN, "vocab": 32768, "max_positions": 1024,
+                  "tied_embeddings": True, **model},
+        "training": {"micro_batch": 2, "global_batch": 2, "sequence": 1024, "precision": "megatron-bf16",
+                     "attention": attention},
+        "parallel": {"strategy": "ddp", "tensor": tensor, **(parallel or {})},
+        "software": {"framework": "megatron", "year": year, **(software or {})}})
+    found = build(scenario, stack_of(scenario.software), 2)
+    return next(layer for layer in found.stack if layer.kind == "block")
+
+
+def named(layer: Layer, variant: str, way: str, operator: str = "") -> list[Kernel]:
+    return [k for o in layer.operators if o.name == operator or not operator
+            for k in getattr(o, way) if k.variant == variant]
+
+
+def moved(layer: Layer, variant: str, way: str, operator: str = "") -> float:
+    return sum(k.bytes for k in named(layer, variant, way, operator))
+
+
+@pytest.mark.parametrize(("year", "added", "summed"), [(2021, 1, 1), (2023, 1, 1), (2024, 0, 0)])
+def test_bias_of_queries_keys_and_values(year: int, added: int, summed: int) -> None:
+    layer = block(year, attention="flash")
+    assert moved(layer, "projection_bias", "forward") == added * 2 * 2 * TOKENS * 3 * HIDDEN
+    assert moved(layer, "bias_gradient", "backward", "qkv") == summed * 2 * TOKENS * 3 * HIDDEN
+    assert moved(layer, "bias_gradient", "backward", "up") == 2 * TOKENS * FFN
+
+
+def test_other_stacks_add_it_in_the_product() -> None:
+    layer = block(2021, software={"framework": "pytorch"})
+    assert not named(layer, "projection_bias", "forward")
+    assert moved(layer, "bias_gradient", "backward", "qkv") == 2 * TOKENS * 3 * HIDDEN
+
+
+@pytest.mark.parametrize(("scattered", "rows"), [(False, TOKENS), (True, TOKENS // 4)])
+def test_biases_behind_a_scattered_sum_add_up_their_own_tokens(scattered: bool, rows: int) -> None:
+    layer = block(2022, 4, parallel={"sequence_parallel": scattered})
+    for operator in ("projection", "down"):
+        assert [k.shape for k in named(layer, "bias_gradient", "backward", operator)] == [(rows, HIDDEN)]
+    assert [k.shape for k in named(layer, "bias_gradient", "backward", "up")] == [(TOKENS, FFN // 4)]
