@@ -59,3 +59,12 @@ def test_biases_behind_a_scattered_sum_add_up_their_own_tokens(scattered: bool, 
     for operator in ("projection", "down"):
         assert [k.shape for k in named(layer, "bias_gradient", "backward", operator)] == [(rows, HIDDEN)]
     assert [k.shape for k in named(layer, "bias_gradient", "backward", "up")] == [(TOKENS, FFN // 4)]
+
+
+@pytest.mark.parametrize(("year", "framework", "found"), [
+    (2019, "megatron", False), (2021, "megatron", True), (2023, "megatron", True), (2023, "pytorch", False)])
+def test_the_scale_of_scores_in_a_product_is_two_kernels_backward(year: int, framework: str, found: bool) -> None:
+    layer = block(year, software={"framework": framework})
+    kernels = named(layer, "scaled_gradients", "backward", "attention")
+    assert [(k.bytes, k.launches) for k in kernels] == [(2 * 2 * 2 * TOKENS * HIDDEN, 2)] * found
+    assert not named(block(year, attention="flash"), "scaled_gradients", "backward")
