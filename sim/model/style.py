@@ -296,6 +296,24 @@ class Style:
         return self.stack.copied_heads and self.modules == "plain" and self.kind == "decoder" and not self.stack.compile
 
     @property
+    def copies_queries(self) -> bool:
+        """Whether queries of grouped heads are copied out of the product of all three: Megatron's lie group by group
+        beside their keys and values, and become heads by a reshape. A norm of heads copies them itself.
+
+        Source: megatron-core 0.3.0 to 0.15.0 transformer/attention.py, SelfAttention.get_query_key_value_tensors
+        (query.reshape; traced on fake tensors: 0.12.0).
+        """
+        own = self.heads != self.kv_heads and self.latent is None
+        return self.modules == "megatron" and own and not (self.qk_norm or self.memory)
+
+    @property
+    def copies_values(self) -> bool:
+        """Whether values, and keys that no positions turn, are copied for attention (`Stack.copied_values`)."""
+        parted = self.positions == "rotary" or self.heads != self.kv_heads
+        own = self.modules == "megatron" and self.latent is None and not self.memory
+        return self.stack.copied_values and own and parted and self.attention == "flash"
+
+    @property
     def one_forward(self) -> bool:
         """Whether a block is one function, attention included, whose variables (queries, keys and values in one tensor,
         what attention made of them) last to its end: plain GPT blocks, whose norms' outputs no variable holds. What

@@ -98,6 +98,8 @@ class Stack:
         expands_kv: plain modules copy grouped keys and values out to every query head in front of fused attention.
         copied_heads: queries, keys and values are copied from (sequence, batch) to (batch, sequence), keys and values
             once more side by side and once more interleaved, in front of rotary positions.
+        copied_values: keys and values are copied out of the product of all three where attention does not take them as
+            they lie: values beside keys that positions have turned, both of grouped heads.
         fused_permutation: tokens are copied to their experts and added up again by one kernel each, and the experts'
             scores weigh the activation instead of the output.
         pads_rows: rows of experts whose products are narrow are copied to as many as such products take, and back.
@@ -283,6 +285,7 @@ class Stack:
     projection_bias: str
     expands_kv: bool
     copied_heads: bool
+    copied_values: bool
     fused_permutation: bool
     pads_rows: bool
     experts_in_turns: bool

@@ -98,6 +98,11 @@ def _projections(style: Style, names: Sequence[str], source: str) -> tuple[Opera
             operator = _with_bias(style, operator, outputs)
         if not style.stack.compile:
             apart, gather = _taken_apart(style, outputs)
+            if style.copies_queries:
+                apart = [*apart, _copy(style, "query_heads", style.tokens * style.query_width)]
+            if style.copies_values:
+                parts = 1 if style.positions == "rotary" else 2
+                apart = [*apart, _copy(style, "value_heads", parts * style.tokens * style.kv_width, parts)]
             operator = replace(operator, forward=(*operator.forward, *apart), backward=(gather, *operator.backward))
         return operator, list(fused)
     features = (style.query_width, style.kv_width, style.kv_width)
@@ -137,6 +142,11 @@ def _taken_apart(style: Style, outputs: int) -> tuple[list[Kernel], Kernel]:
         copied = 3 * style.tokens * style.query_width
         copies.append(strided(style, elementwise("key_value_heads", copied, 2 * e, style.act, 3)))
     return copies, gather
+
+
+def _copy(style: Style, name: str, elements: int, parts: int = 1) -> Kernel:
+    """Parts of what one product made, copied out of it."""
+    return strided(style, elementwise(name, elements, 2 * width(style.act), style.act, parts))
 
 
 def _cross_projections(style: Style, names: Sequence[str], source: str) -> tuple[Operator, list[Parameter]]:

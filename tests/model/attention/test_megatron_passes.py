@@ -8,6 +8,7 @@ import pytest
 
 from sim.model import build
 from sim.model.architecture import Layer
+from sim.model.eager import layer_profile
 from sim.scenario import resolve
 from sim.software import stack_of
 from sim.work import Kernel
@@ -68,3 +69,41 @@ def test_the_scale_of_scores_in_a_product_is_two_kernels_backward(year: int, fra
     kernels = named(layer, "scaled_gradients", "backward", "attention")
     assert [(k.bytes, k.launches) for k in kernels] == [(2 * 2 * 2 * TOKENS * HIDDEN, 2)] * found
     assert not named(block(year, attention="flash"), "scaled_gradients", "backward")
+
+
+def rotary(year: int, groups: int | None = None, **model: Any) -> Layer:
+    own: dict[str, Any] = {"positions": "rotary", "norm": "rmsnorm", "bias": False, "gated_mlp": True,
+                           "tied_embeddings": False} | ({"kv_heads": groups} if groups else {})
+    return block(year, attention="flash", topology="dgx-h100", **own | model)
+
+
+@pytest.mark.parametrize(("year", "groups", "queries", "values"), [
+    (2025, 2, HIDDEN, HIDDEN // 4), (2025, None, 0, HIDDEN), (2023, 2, HIDDEN, 0)])
+def test_queries_of_groups_and_values_behind_rotary_positions_are_copied(
+    year: int, groups: int | None, queries: int, values: int,
+) -> None:
+    layer = rotary(year, groups)
+    assert moved(layer, "query_heads", "forward") == 2 * 2 * TOKENS * queries
+    assert moved(layer, "value_heads", "forward") == 2 * 2 * TOKENS * values
+
+
+def test_keys_that_no_positions_turn_are_copied_with_the_values_of_grouped_heads() -> None:
+    layer = rotary(2025, 2, positions="learned")
+    assert moved(layer, "value_heads", "forward") == 2 * 2 * TOKENS * 2 * HIDDEN // 4
+    assert not named(rotary(2025, positions="learned"), "value_heads", "forward")
+
+
+@pytest.mark.parametrize(("positions", "groups"), [("rotary", 2), ("rotary", None), ("learned", 2)])
+def test_what_one_product_made_is_let_go_of(positions: str, groups: int | None) -> None:
+    """A block keeps its heads once, as copies or not; before 2024 values hold the product of all three."""
+    def kept(year: int) -> int:
+        return sum(layer_profile(rotary(year, groups, positions=positions), "none", True).forward.net)
+    kv = 2 * TOKENS * HIDDEN // (HEADS // (groups or HEADS))
+    whole = 2 * TOKENS * HIDDEN + 2 * kv
+    assert kept(2023) - kept(2025) == (whole - kv if positions == "rotary" else 2 * TOKENS * HIDDEN)
+
+
+def test_a_norm_of_heads_copies_the_queries_itself() -> None:
+    layer = rotary(2025, 2, qk_norm="head")
+    assert not named(layer, "query_heads", "forward")
+    assert moved(layer, "query_norm_contiguous", "forward") == 2 * 2 * TOKENS * HIDDEN
