@@ -68,6 +68,8 @@ class Style:
         parted: SMs of the GPU, where each block of attention's backward adds to a sum of its own to keep an order.
         sdpa: fused kernels that scaled_dot_product_attention has here, in the order tried; sdpa_head: the widest head
             that its flash kernel takes.
+        packed: how fused attention gets queries, keys and values that one product laid out head by head, and gives
+            their gradients back: "in place", "copied", or "" = as any three tensors.
         fused_qkv: how Hugging Face's module lays queries, keys and values out that one product makes (parts, heads,
             groups), "" = three do; fused_gate: one makes gate and up; turned: elements of a head that it cuts out
             for rotary positions, 0 = it turns whole heads.
@@ -134,6 +136,7 @@ class Style:
     parted: int = 0
     sdpa: tuple[str, ...] = ()
     sdpa_head: int = 0
+    packed: str = ""
     fused_qkv: str = ""
     fused_gate: bool = False
     turned: int = 0
@@ -312,6 +315,12 @@ class Style:
         parted = self.positions == "rotary" or self.heads != self.kv_heads
         own = self.modules == "megatron" and self.latent is None and not self.memory
         return self.stack.copied_values and own and parted and self.attention == "flash"
+
+    @property
+    def packs_heads(self) -> bool:
+        """Whether queries, keys and values stay as one product laid them out up to attention (`packed`)."""
+        alone = self.heads == self.kv_heads and self.positions != "rotary" and self.context == 1
+        return bool(self.packed) and alone and not (self.qk_norm or self.memory or self.latent)
 
     @property
     def one_forward(self) -> bool:

@@ -100,6 +100,8 @@ class Stack:
             once more side by side and once more interleaved, in front of rotary positions.
         copied_values: keys and values are copied out of the product of all three where attention does not take them as
             they lie: values beside keys that positions have turned, both of grouped heads.
+        heads_in_place: attention reads queries, keys and values as one product laid them out, head by head, and writes
+            their gradients so, where cuDNN's kernel runs (compute capability 9.0 and later); flash-attn's gets copies.
         fused_permutation: tokens are copied to their experts and added up again by one kernel each, and the experts'
             scores weigh the activation instead of the output.
         pads_rows: rows of experts whose products are narrow are copied to as many as such products take, and back.
@@ -286,6 +288,7 @@ class Stack:
     expands_kv: bool
     copied_heads: bool
     copied_values: bool
+    heads_in_place: bool
     fused_permutation: bool
     pads_rows: bool
     experts_in_turns: bool

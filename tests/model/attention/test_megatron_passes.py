@@ -107,3 +107,17 @@ def test_a_norm_of_heads_copies_the_queries_itself() -> None:
     layer = rotary(2025, 2, qk_norm="head")
     assert not named(layer, "query_heads", "forward")
     assert moved(layer, "query_norm_contiguous", "forward") == 2 * 2 * TOKENS * HIDDEN
+
+
+@pytest.mark.parametrize(("year", "topology", "heads", "apart", "together", "cat"), [
+    (2025, "dgx-h100", 8, [], [], 0), (2025, "dgx-a100-80g", 8, [1], [1], 0), (2025, "dgx-a100-80g", 16, [3], [1], 0),
+    (2023, "dgx-h100", 8, [], [], 1)])
+def test_heads_that_one_product_laid_out_go_to_attention_as_they_lie(
+    year: int, topology: str, heads: int, apart: list[int], together: list[int], cat: int,
+) -> None:
+    layer = block(year, attention="flash", topology=topology, heads=heads)
+    whole = 2 * 2 * TOKENS * 3 * HIDDEN
+    assert [(k.bytes, k.launches) for k in named(layer, "heads_apart", "forward")] == [(whole, n) for n in apart]
+    assert [(k.bytes, k.launches) for k in named(layer, "heads_together", "backward")] == [(whole, n) for n in together]
+    assert moved(layer, "qkv_gradient_cat", "backward") == cat * whole
+    assert moved(rotary(2025), "qkv_gradient_cat", "backward") == whole
