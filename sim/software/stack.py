@@ -104,6 +104,8 @@ class Stack:
             their gradients so, where cuDNN's kernel runs (compute capability 9.0 and later); flash-attn's gets copies.
         fused_permutation: tokens are copied to their experts and added up again by one kernel each, and the experts'
             scores weigh the activation instead of the output.
+        router_launches, router_backward_launches: kernels on the scores of all experts, and on what is counted of the
+            choice, in eager code; few bytes each.
         pads_rows: rows of experts whose products are narrow are copied to as many as such products take, and back.
         experts_in_turns: Hugging Face's modules run expert by expert, each a module of its own; else all at once.
         experts_looped: each expert's products are launched by themselves; else one grouped kernel is.
@@ -290,6 +292,8 @@ class Stack:
     copied_values: bool
     heads_in_place: bool
     fused_permutation: bool
+    router_launches: int
+    router_backward_launches: int
     pads_rows: bool
     experts_in_turns: bool
     experts_looped: bool
