@@ -227,6 +227,20 @@ def _cast_once(kernels: Sequence[Kernel], forward: bool) -> tuple[Kernel, ...]:
     return tuple(made)
 
 
+def behind_sum(style: Style, operator: Operator) -> Operator:
+    """A layer that is cut along its rows where its bias is added to the sum, of which every slice has its own tokens
+    then: so the bias' gradient sums over those alone.
+
+    Source: megatron-core 0.3.0 to 0.15.0 transformer/transformer_layer.py, self_attn_bda and mlp_bda, behind the
+    reduce-scatter (skip_bias_add; 0.12.0 traced on fake tensors), TransformerEngine's modules or not.
+    """
+    if not (style.scattered and style.modules == "megatron"):
+        return operator
+    backward = [column_sum(k.variant, k.shape[0] // style.tensor, k.shape[1], k.dtype)
+                if k.variant == "bias_gradient" else k for k in operator.backward]
+    return replace(operator, backward=tuple(backward))
+
+
 def meeting(style: Style, operator: Operator, kind: str, elements: int) -> Operator:
     """An operator whose slices depend on one another (`joint`). A narrow input or gradient that comes together along
     the sequence is quantised by every slice for its own tokens; backward transposes the whole for the weight gradient,
@@ -235,7 +249,7 @@ def meeting(style: Style, operator: Operator, kind: str, elements: int) -> Opera
     Source: TransformerEngine 1.13.0 pytorch/module/base.py, grad_output_preprocess (cast_to_fp8, gather, fp8_transpose)
     and layernorm_linear.py (ln_out is narrow before it is gathered); 2.8.0 likewise.
     """
-    met = replace(operator, joint=joint(style, kind, elements))
+    met = replace(operator if kind == "column" else behind_sum(style, operator), joint=joint(style, kind, elements))
     if met.joint is None or not met.joint.gathered or not style.scattered:
         return met
     if _comes_narrow(style):

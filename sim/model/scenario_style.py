@@ -23,6 +23,8 @@ _GELU = {None: "gelu", "gelu-new": "gelu"}
 _GATHERING = ("fsdp", "zero2", "zero3")
 #: Compute capabilities whose shared memory is too small for the flash kernel's backward of the widest heads.
 _SMALL = ("8.6", "8.9", "12.0")
+#: Compute capability (its first number) from which on TransformerEngine takes cuDNN's attention.
+_CUDNN = 9
 
 
 def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
@@ -79,7 +81,7 @@ def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
         score_softcap=bool(model.score_softcap), logit_softcap=bool(model.logit_softcap),
         qkv_bias=bool(model.qkv_bias) or bool(model.bias), new_gelu=model.activation == "gelu-new",
         parallel_norms=model.parallel_norms, sdpa=fused, sdpa_head=widest,
-        fused_qkv=model.fused_qkv or "", fused_gate=model.fused_gate,
+        packed=_packed(scenario, stack), fused_qkv=model.fused_qkv or "", fused_gate=model.fused_gate,
         turned=round((model.rotary_share or 0.0) * (model.head_dim or hidden // max(1, heads))),
         further=model.mtp_layers if training.mode == "train" else 0,
         copies_table=bool(model.mtp_layers) and _apart(scenario.parallel),
@@ -105,6 +107,14 @@ def _sdpa(scenario: Any, stack: Stack) -> tuple[tuple[str, ...], int]:
     capability = str(gpu_facts(scenario.cluster.topology.gpu)["compute_capability"])
     small = capability in _SMALL and training.mode == "train"
     return sdpa_kernels(stack, capability), stack.sdpa_head_small if small else stack.sdpa_head
+
+
+def _packed(scenario: Any, stack: Stack) -> str:
+    """How fused attention on the cluster's GPU gets what one product laid out (`Style.packed`)."""
+    if not stack.heads_in_place or scenario.training.attention != "flash":
+        return ""
+    capability = str(gpu_facts(scenario.cluster.topology.gpu)["compute_capability"]).partition(".")[0]
+    return "in place" if capability.isdigit() and int(capability) >= _CUDNN else "copied"
 
 
 def _parted(scenario: Any, stack: Stack) -> int:

@@ -69,6 +69,8 @@ class Style:
         parted: SMs of the GPU, where each block of attention's backward adds to a sum of its own to keep an order.
         sdpa: fused kernels that scaled_dot_product_attention has here, in the order tried; sdpa_head: the widest head
             that its flash kernel takes.
+        packed: how fused attention gets queries, keys and values that one product laid out head by head, and gives
+            their gradients back: "in place", "copied", or "" = as any three tensors.
         fused_qkv: how Hugging Face's module lays queries, keys and values out that one product makes (parts, heads,
             groups), "" = three do; fused_gate: one makes gate and up; turned: elements of a head that it cuts out
             for rotary positions, 0 = it turns whole heads.
@@ -136,6 +138,7 @@ class Style:
     parted: int = 0
     sdpa: tuple[str, ...] = ()
     sdpa_head: int = 0
+    packed: str = ""
     fused_qkv: str = ""
     fused_gate: bool = False
     turned: int = 0
@@ -301,6 +304,30 @@ class Style:
     def copies_heads(self) -> bool:
         """Whether queries, keys and values are copied on their way from their projection (`Stack.copied_heads`)."""
         return self.stack.copied_heads and self.modules == "plain" and self.kind == "decoder" and not self.stack.compile
+
+    @property
+    def copies_queries(self) -> bool:
+        """Whether queries of grouped heads are copied out of the product of all three: Megatron's lie group by group
+        beside their keys and values, and become heads by a reshape. A norm of heads copies them itself.
+
+        Source: megatron-core 0.3.0 to 0.15.0 transformer/attention.py, SelfAttention.get_query_key_value_tensors
+        (query.reshape; traced on fake tensors: 0.12.0).
+        """
+        own = self.heads != self.kv_heads and self.latent is None
+        return self.modules == "megatron" and own and not (self.qk_norm or self.memory)
+
+    @property
+    def copies_values(self) -> bool:
+        """Whether values, and keys that no positions turn, are copied for attention (`Stack.copied_values`)."""
+        parted = self.positions == "rotary" or self.heads != self.kv_heads
+        own = self.modules == "megatron" and self.latent is None and not self.memory
+        return self.stack.copied_values and own and parted and self.attention == "flash"
+
+    @property
+    def packs_heads(self) -> bool:
+        """Whether queries, keys and values stay as one product laid them out up to attention (`packed`)."""
+        alone = self.heads == self.kv_heads and self.positions != "rotary" and self.context == 1
+        return bool(self.packed) and alone and not (self.qk_norm or self.memory or self.latent)
 
     @property
     def one_forward(self) -> bool:

@@ -92,11 +92,20 @@ class Stack:
         rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
         merged_gate: plain modules make gate and up by one product of one matrix, and split what comes out.
         separate_qkv: plain decoders have three matrices for queries, keys and values; else one.
+        projection_bias: what adds the bias of queries, keys and values that one product makes: the product, whose
+            gradient is a sum over all rows ("forward"), the products both ways ("both"), or a kernel each way
+            ("apart").
         expands_kv: plain modules copy grouped keys and values out to every query head in front of fused attention.
         copied_heads: queries, keys and values are copied from (sequence, batch) to (batch, sequence), keys and values
             once more side by side and once more interleaved, in front of rotary positions.
+        copied_values: keys and values are copied out of the product of all three where attention does not take them as
+            they lie: values beside keys that positions have turned, both of grouped heads.
+        heads_in_place: attention reads queries, keys and values as one product laid them out, head by head, and writes
+            their gradients so, where cuDNN's kernel runs (compute capability 9.0 and later); flash-attn's gets copies.
         fused_permutation: tokens are copied to their experts and added up again by one kernel each, and the experts'
             scores weigh the activation instead of the output.
+        router_launches, router_backward_launches: kernels on the scores of all experts, and on what is counted of the
+            choice, in eager code; few bytes each.
         pads_rows: rows of experts whose products are narrow are copied to as many as such products take, and back.
         experts_in_turns: Hugging Face's modules run expert by expert, each a module of its own; else all at once.
         experts_looped: each expert's products are launched by themselves; else one grouped kernel is.
@@ -280,9 +289,14 @@ class Stack:
     fused_dropout_add: bool
     merged_gate: bool
     separate_qkv: bool
+    projection_bias: str
     expands_kv: bool
     copied_heads: bool
+    copied_values: bool
+    heads_in_place: bool
     fused_permutation: bool
+    router_launches: int
+    router_backward_launches: int
     pads_rows: bool
     experts_in_turns: bool
     experts_looped: bool

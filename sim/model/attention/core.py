@@ -165,6 +165,7 @@ def _eager(style: Style) -> Operator:
         *shape_kernels[1],
         product(b * a, s, d, t, "nn", style.wide, operand, category="attention"),
         product(b * a, t, d, s, "nt", style.wide, operand, category="attention"),
+        *_scaled_gradients(style),
     ]
     if style.batch > 1 and style.modules != "megatron":
         # matmul flattens (batch, head) of transposed views, which takes a copy; Megatron's (s, b, ...) layout does not
@@ -180,6 +181,19 @@ def _eager(style: Style) -> Operator:
     again = tuple(k for k in forward if k not in (values, output)) if style.stack.early_stop else ()
     return Operator("attention", tuple(forward), tuple(backward), saved=tuple(_kept_scores(style)), core=True,
                     core_again=again)
+
+
+def _scaled_gradients(style: Style) -> list[Kernel]:
+    """Gradients of queries and keys times the scale of the scores, where that rides in their product: forward it costs
+    nothing, and backward a kernel each.
+
+    Source: megatron-core 0.3.0 to 0.15.0 transformer/dot_product_attention.py (baddbmm, alpha=1/norm_factor; traced on
+    fake tensors: 0.12.0), Megatron-LM since 2020 likewise (recalled); derivatives.yaml, baddbmm: maybe_multiply.
+    """
+    if style.modules != "megatron" or not style.stack.fused_softmax:
+        return []
+    elements = style.tokens * style.query_width + style.batch * style.keys * style.query_width
+    return [elementwise("scaled_gradients", elements, 2 * width(style.act), style.act, 2, "attention")]
 
 
 def softmax_dtype(style: Style) -> str:

@@ -38,6 +38,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "transformers": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     "megatron": ("self_attention.linear_qkv", "self_attention.linear_proj"),
 }
+#: Heads that TransformerEngine copies for flash-attn by one kernel (pytorch/attention.py, _PrepareQKVForFA).
+_PREPARED = 128
 #: Of Hugging Face's modules with one product, by how it lays out what it makes.
 _JOINT_NAMES = {
     "parts": ("self_attn.qkv_proj", "self_attn.o_proj"), "heads": ("attention.query_key_value", "attention.dense"),
@@ -94,9 +96,16 @@ def _projections(style: Style, names: Sequence[str], source: str) -> tuple[Opera
     if len(names) == 1:
         operator, fused = linear_operator(style, "qkv", names[0], style.hidden, outputs, source=source,
                                           saved=(inputs, *kept))
+        if style.bias:
+            operator = _with_bias(style, operator, outputs)
         if not style.stack.compile:
-            apart, gather = _taken_apart(style, outputs)
-            operator = replace(operator, forward=(*operator.forward, *apart), backward=(gather, *operator.backward))
+            apart, gather = _packed(style, outputs) if style.packs_heads else _taken_apart(style, outputs)
+            if style.copies_queries:
+                apart = [*apart, _copy(style, "query_heads", style.tokens * style.query_width)]
+            if style.copies_values:
+                parts = 1 if style.positions == "rotary" else 2
+                apart = [*apart, _copy(style, "value_heads", parts * style.tokens * style.kv_width, parts)]
+            operator = replace(operator, forward=(*operator.forward, *apart), backward=(*gather, *operator.backward))
         return operator, list(fused)
     features = (style.query_width, style.kv_width, style.kv_width)
     tokens = (style.tokens,) * 3
@@ -106,7 +115,27 @@ def _projections(style: Style, names: Sequence[str], source: str) -> tuple[Opera
     return _separate(style, names, features, tokens, source, (*saved, *kept), [sums])
 
 
-def _taken_apart(style: Style, outputs: int) -> tuple[list[Kernel], Kernel]:
+def _with_bias(style: Style, operator: Operator, outputs: int) -> Operator:
+    """The projection with its bias added where the stack adds it (`Stack.projection_bias`)."""
+    if style.stack.projection_bias == "apart":
+        added = strided(style, elementwise("projection_bias", style.tokens * outputs, 2 * width(style.act), style.act))
+        return replace(operator, forward=(*operator.forward, added))
+    if style.stack.projection_bias == "both":
+        return replace(operator, backward=tuple(k for k in operator.backward if k.variant != "bias_gradient"))
+    return operator
+
+
+def _packed(style: Style, outputs: int) -> tuple[list[Kernel], list[Kernel]]:
+    """What stands between a product of queries, keys and values and attention that takes them as they lie: nothing, or
+    a copy each way, one kernel for heads of 128."""
+    if style.packed == "in place":
+        return [], []
+    parts = 1 if style.head_dim == _PREPARED else 3
+    return ([_copy(style, "heads_apart", style.tokens * outputs, parts)],
+            [elementwise("heads_together", style.tokens * outputs, 2 * width(style.act), style.act)])
+
+
+def _taken_apart(style: Style, outputs: int) -> tuple[list[Kernel], list[Kernel]]:
     """Copies behind a product of queries, keys and values, and what its gradient is put together by.
 
     Parts of a split are written side by side (unbind's, chunk's: stack or cat). A slice, and an index by a list, fill a
@@ -115,16 +144,21 @@ def _taken_apart(style: Style, outputs: int) -> tuple[list[Kernel], Kernel]:
     """
     elements, e = style.tokens * outputs, width(style.act)
     if style.joint_qkv not in ("parts", "groups"):
-        return [], elementwise("qkv_gradient_cat", elements, 2 * e, style.act)
+        return [], [elementwise("qkv_gradient_cat", elements, 2 * e, style.act)]
     gather = elementwise("qkv_gradient_slices", elements, (3 + 2 + 2 * 3) * e, style.act, 8)
     if style.joint_qkv == "parts":
-        return [], gather
+        return [], [gather]
     pair = 2 * style.tokens * style.kv_width
     copies = [strided(style, elementwise("key_value_index", pair, 2 * e, style.act, 2))]
     if style.kv_heads > 1:
         copied = 3 * style.tokens * style.query_width
         copies.append(strided(style, elementwise("key_value_heads", copied, 2 * e, style.act, 3)))
-    return copies, gather
+    return copies, [gather]
+
+
+def _copy(style: Style, name: str, elements: int, parts: int = 1) -> Kernel:
+    """Parts of what one product made, copied out of it."""
+    return strided(style, elementwise(name, elements, 2 * width(style.act), style.act, parts))
 
 
 def _cross_projections(style: Style, names: Sequence[str], source: str) -> tuple[Operator, list[Parameter]]:

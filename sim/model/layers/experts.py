@@ -27,8 +27,8 @@ from sim.model.mixture import Experts
 from sim.model.style import Style
 from sim.work import Kernel
 
-#: Kernels on the scores of all experts: softmax or sigmoid, top-k (a sort), gather, sum, divide.
-_ROUTER_LAUNCHES, _ROUTER_PASSES = 6, 8
+#: Passes over the scores of all experts: softmax or sigmoid, top-k (a sort), gather, sum, divide; and backward.
+_ROUTER_PASSES, _ROUTER_BACKWARD_PASSES = 8, 4
 #: Compiled: softmax in one kernel, topk in two of its own (aten's, a selection and a sort), the division by the chosen
 #: ones' sum in one; passes over the scores: softmax's two, the selection's, and its result's.
 _COMPILED_ROUTER = (4, 4)
@@ -82,9 +82,11 @@ def _router(style: Style, experts: Experts, source: str) -> tuple[Operator, tupl
     operator, parameters = linear_operator(replace(style, gemm=style.wide), "router", "mlp.gate", style.hidden,
                                            experts.count, source=source, saved=(inputs,), bias=False)
     scores = style.tokens * experts.count
-    passes, launches = _COMPILED_ROUTER if style.stack.compile else (_ROUTER_PASSES, _ROUTER_LAUNCHES)
+    eager = (_ROUTER_PASSES, style.stack.router_launches)
+    passes, launches = _COMPILED_ROUTER if style.stack.compile else eager
     choose = elementwise("route", scores, 4 * passes, "fp32", launches)
-    back = elementwise("route_backward", scores, 4 * 4, "fp32", 4)
+    back = elementwise("route_backward", scores, 4 * _ROUTER_BACKWARD_PASSES, "fp32",
+                       style.stack.router_backward_launches)
     kept = (Tensor("router_scores", scores, "fp32"), Tensor("chosen_scores", style.tokens * experts.top_k, "fp32"),
             Tensor("chosen_experts", style.tokens * experts.top_k, "fp64"))
     return replace(operator, forward=(*operator.forward, choose), backward=(back, *operator.backward),

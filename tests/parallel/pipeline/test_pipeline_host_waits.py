@@ -16,7 +16,8 @@ def job(schedule: str = "1f1b", year: int = 2023, micro_batches: int = 8, stages
     virtual = {"virtual_stages": 2} if schedule == "interleaved" else {}
     return resolve({
         "name": "stages", "cluster": {"topology": "dgx-a100-80g", "gpus_per_node": stages},
-        "model": {"kind": "decoder", "layers": 8, "hidden": 4096, "heads": 32, "vocab": 32000},
+        # without biases, which the products take from 2024 on
+        "model": {"kind": "decoder", "layers": 8, "hidden": 4096, "heads": 32, "vocab": 32000, "bias": False},
         "training": {"micro_batch": 2, "global_batch": 2 * micro_batches, "sequence": 2048,
                      "precision": "megatron-fp16", "attention": "eager"},
         "parallel": {"strategy": "ddp" if stages == 1 else "none", "pipeline": stages, "schedule": schedule, **virtual,

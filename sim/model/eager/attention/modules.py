@@ -59,6 +59,8 @@ def attention(run: Run, style: Style, x: Tensor, policy: str, memory: Tensor | N
     elif style.positions == "rotary":
         run.at("rotary")
         query, key = _rotary(run, style, query, key)
+    if style.copies_values and "core_attn" not in modules_of(policy):  # a checkpoint keeps them as they lie
+        key, value = op.clone(run, key, style.positions != "rotary"), op.clone(run, value)
     out = attended(run, style, query, key, value, policy, bias, variables=variables)
     if style.one_forward:
         variables += [query.storage, out.storage]
@@ -113,6 +115,7 @@ def _projections(run: Run, style: Style, x: Tensor, memory: Tensor | None, joint
     if style.modules == "plain" and not style.stack.compile:
         fused = op.relayout(run, op.clone(run, fused, style.copies_heads))
     q, k, v = op.split(run, fused, [style.tokens * width for width in widths])
+    q = op.clone(run, q, style.copies_queries)
     return _normed(run, style, q, "query_norm"), _normed(run, style, k, "key_norm"), v
 
 
