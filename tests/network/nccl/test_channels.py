@@ -143,6 +143,14 @@ def test_half_a_block_sends_to_all(machines: Machines, machine: str) -> None:
         assert rate == pytest.approx(channels * own / 2 * 1e9)
 
 
+@pytest.mark.parametrize("kind", ["all_gather", "all_reduce"])
+def test_a_block_of_ll_also_works_in_its_last_pass(machines: Machines, kind: str) -> None:
+    """Two A100: half of a gather, all of an all-reduce is sent, and half of the call more is read when all has come."""
+    _, rate = flow_of(machines["dgx-a100"], kind, GIB, ranks=2, algorithm="Ring", protocol="LL")
+    work = (1 if kind == "all_gather" else 2) / 2 + 1 / 2
+    assert rate == pytest.approx(24 * F["ll_channel_gbps.ampere"] / work * 1e9)
+
+
 @pytest.mark.parametrize(("ranks", "lower", "upper"), [(4, 4, 6), (7, 8, 12), (8, 12, 16)])
 def test_old_nccl_leaves_ll128_where_it_was_measured_to(machines: Machines, ranks: int, lower: int, upper: int) -> None:
     """DGX-1V, NCCL 2.10: vTrain's tables bend between these sizes (MiB), where Simple takes over from LL128."""
