@@ -150,8 +150,9 @@ class Candidate:
         opens_bytes: a call opens one channel per so many bytes; channel_bps: what one moves, in bytes of the call.
         slices: of a Simple ring; chunks: of a tree; first_bytes: of a call, what one channel's threads take at once,
             within the steps; ahead: of a lone send whose receiver fetches it; copies: of small sends that the fabric's
-            provider copies out of the GPU, as (up to this size of the call, seconds); last_bytes: of a call, what
-            receivers still copy out of their buffers when all has arrived; last_bps: so fast.
+            provider copies out of the GPU, as (up to this size of the call, seconds); last_bytes: of a channel, what
+            its receiver still copies out of its buffer when all has arrived; last_bps: so fast; least_channels: that a
+            call opens whatever its size.
         floors: least time over a fabric whose edges pass one message at a time, as (from this size on, seconds),
             largest size first.
         loads: per byte of the call; factor: multiplies every load; cap_bps; channels; hbm: as in `Coflow`.
@@ -178,10 +179,11 @@ class Candidate:
     last_bytes: float = 0.0
     last_bps: float = 1.0
     chunks: Chunks | None = None
+    least_channels: int = 1
 
     def open_channels(self, size_bytes: float) -> int:
         """Channels a call opens, hence SMs it holds."""
-        return min(self.channels, max(1, int(size_bytes / self.opens_bytes)))
+        return min(self.channels, max(self.least_channels, int(size_bytes / self.opens_bytes)))
 
     def latency_at(self, size_bytes: float, rate_bps: float) -> float:
         """Time of a call beyond its bytes at `rate_bps`, seconds.
@@ -193,10 +195,10 @@ class Candidate:
         moving = size_bytes / rate_bps
         r = min(1.0, sqrt(size_bytes / self.ramp_bytes))
         time = self.latency_s + self.ramp_s * r * (2.0 - r) + (self.copies[1] if size_bytes <= self.copies[0] else 0.0)
-        time += min(size_bytes, self.last_bytes) / self.last_bps
         if self.slices:
             time += self.slices.beyond_s(size_bytes, moving)
-        each = size_bytes / min(max(1.0, size_bytes / self.opens_bytes), self.channels)
+        each = size_bytes / min(max(float(self.least_channels), size_bytes / self.opens_bytes), self.channels)
+        time += min(each, self.last_bytes) / self.last_bps
         stretch = max(0.0, max(0.0, each - self.first_bytes) / self.channel_bps - moving)
         time += stretch
         if self.chunks:

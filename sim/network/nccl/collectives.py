@@ -132,11 +132,14 @@ def _ring(kind: str, site: Site, protocol: str) -> Candidate:
         slices = Slices(steps, n * channels, _pace_s(site, protocol), each_us * _US, hops / steps, last_s, least)
         walk = 0.0
     opens_bytes = float(OPENS[protocol] * (n if protocol == "LL" else 1))
+    # A block also works in the pass that follows its last send, which in Simple counts beside (`Slices.last_s`).
+    work = volume + 1 / n if protocol != "Simple" and not rooted else volume
+    channel_bps = site.channel_bps(protocol) / work
     return Candidate(
         "Ring", protocol, judge(kind, "Ring", protocol, site), (site.base_us(protocol) + walk) * _US,
-        0.0, 1.0, opens_bytes, site.channel_bps(protocol) / volume,
+        0.0, 1.0, opens_bytes, channel_bps,
         () if rooted else _messages(site, protocol, steps, opens_bytes), ring_loads(site.place, channels),
-        volume * WIRE[protocol], cap / volume, channels, 3 * volume, slices,
+        volume * WIRE[protocol], min(cap / volume, channels * channel_bps), channels, 3 * volume, slices,
         OPENS[protocol] * n if protocol == "LL" else 0.0)
 
 

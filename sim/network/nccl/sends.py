@@ -9,12 +9,12 @@ from dataclasses import replace
 from sim.network.fabric.routes import Loads, exchange_loads, shift_loads
 from sim.network.fabric.topology import facts
 from sim.network.nccl.candidate import OPENS, WIRE, Ahead, Candidate
-from sim.network.nccl.site import Pushing, Site, power_of_two
+from sim.network.nccl.site import Pushing, Site
 from sim.network.nccl.tuner import Judgement
 
 _US, _GB = 1e-6, 1e9
 _INFINITE = float("inf")
-#: Bytes of a send up to which it goes in LL (nccl src/enqueue.cc, NCCL_P2P_LL_THRESHOLD).
+#: Bytes of a channel's part of a send up to which it goes in LL (nccl src/enqueue.cc, NCCL_P2P_LL_THRESHOLD).
 _P2P_LL_BYTES = 16384
 #: Protocols of sends; over a network LL has no buffers (nccl src/transport/net.cc, NCCL_ALLOC_P2P_NET_LL_BUFFERS).
 _SENT = ("LL", "Simple")
@@ -22,6 +22,14 @@ _SENT = ("LL", "Simple")
 _BUFFER_BYTES = 1 << 22
 #: Peers that the warps of one channel serve at once (nccl src/include/device.h, NCCL_MAX_DEV_WORK_P2P_PER_BATCH).
 _PEERS_AT_ONCE = 8
+#: A part of a send with a channel of its own is at least this share of its chunk (nccl src/enqueue.cc, addP2pToPlan:
+#: minPartSize inside a node); a chunk in LL: an eighth of its buffer.
+_PARTS, _LL_CHUNK = 8, 1 << 16
+#: Releases from and before which NCCL took LL for `_P2P_LL_BYTES` times as many channels as a peer can have, and cut
+#: such sends by LL's chunks; earlier and later ones count channels by Simple's chunks and then ask how large a part is
+#: (addP2pToPlan disassembled: 2.21.5 compares a part with the threshold, 2.22.3 and 2.28.9 a send with it times the
+#: most channels, 2.29.2, 2.29.3 and 2.30.7 with it times those counted).
+_FIRST_LL = (2, 22), (2, 29)
 #: A chunk of a send inside a node over NVLink and over PCIe (nccl src/init.cc, NCCL_P2P_NVL_CHUNKSIZE, _PCI_CHUNKSIZE).
 _SEND_CHUNK = {"nvlink": 1 << 19, "pcie": 1 << 17}
 
@@ -33,7 +41,8 @@ def sends(kind: str, site: Site) -> Iterator[Candidate]:
     elif site.one_sided is not None:
         yield _pushed(site, site.one_sided)
     else:
-        yield from (_exchange(site, protocol) for protocol in _SENT)
+        exchange = _inside if site.place.nodes == 1 else _exchange
+        yield from (exchange(site, protocol) for protocol in _SENT)
 
 
 def _send(site: Site, protocol: str) -> Candidate:
@@ -42,43 +51,72 @@ def _send(site: Site, protocol: str) -> Candidate:
     hop = site.step_us(protocol) if near else figures[f"p2p_net_us.{site.fabric}"] + site.fabric_us()
     cap = site.inside_bps("one_way" if place.size == 2 else "one") if near else _INFINITE
     loads, channels = shift_loads(place, site.speeds.p2p), site.pair_channels()
-    found = _direct(site, protocol, site.base_us(protocol) + hop, loads, cap, channels, 1)
+    found = _direct(site, protocol, site.base_us(protocol) + hop, loads, cap, channels, 1, _most_ll(site, channels))
     # One way a link carries more than at a ring's rate, by which its capacity is counted.
     alone = min(1.0, site.inside_bps() / cap) if near and place.size == 2 else 1.0
     ahead = Ahead(hop * _US, channels * _BUFFER_BYTES, channels * site.channel_bps("Simple"))
     return replace(found, factor=found.factor * alone, copies=(0.0, 0.0) if near else _copies(site, 1, 1),
+                   opens_bytes=_least_part(site, protocol == "LL") if near else found.opens_bytes,
                    ahead=ahead if near and (site.reads() or protocol == "LL") else None)
 
 
 def _exchange(site: Site, protocol: str) -> Candidate:
-    """Grouped sends to every other rank: those of the node at once, as far as channels have warps for them, in LL in
-    steps as of a ring, in Simple with a start of their own (nccl src/device/sendrecv.h; src/enqueue.cc,
-    ncclAddWorkBatchToPlan); beside them those behind the NICs, one after another as the proxy comes to them, which
-    starts when the kernel does, in Simple whatever those of the node take. Inside one node every peer has its share of
-    the channels (src/enqueue.cc, scheduleP2pTasksToPlan), each a chunk behind."""
+    """Grouped sends to every other rank where nodes are several: those of the node at once, as far as channels have
+    warps for them (nccl src/device/sendrecv.h; src/enqueue.cc, ncclAddWorkBatchToPlan); beside them those behind the
+    NICs, one after another as the proxy comes to them, which starts when the kernel does, in Simple whatever those of
+    the node take."""
     place, figures = site.place, site.figures
     remote = place.size - place.per_node
     rounds = -(-(place.per_node - 1) // (_PEERS_AT_ONCE * site.channel_count()))
-    crossing = "Simple" if remote else protocol
-    latency = site.base_us(crossing) + rounds * site.step_us(protocol)
-    if remote:
-        peer_us = figures[f"p2p_net_us.{site.fabric}"]
-        latency = max(latency, site.fabric_us() + max(site.base_us("Simple") + peer_us, remote * peer_us))
-    elif protocol == "Simple":
-        latency = figures["exchange_us.all"] + (rounds - 1) * site.step_us(protocol)
+    peer_us = figures[f"p2p_net_us.{site.fabric}"]
+    latency = max(site.base_us("Simple") + rounds * site.step_us(protocol),
+                  site.fabric_us() + max(site.base_us("Simple") + peer_us, remote * peer_us))
     share = (place.per_node - 1) / place.size
     cap = site.inside_bps("all") / share if share > 0 else _INFINITE
     found = _direct(site, protocol, latency, exchange_loads(place, site.speeds.p2p), cap,
-                    site.channel_count(), place.size)
-    if not remote:
-        each = min(site.pair_channels(), max(1, power_of_two(site.channel_count()) // place.size))
-        # half of a block's warps send, its own rank's part included, the others receive
-        blocks_bps = min(place.size * each, power_of_two(site.channel_count())) * site.pass_bps() / 2
-        most_bps = blocks_bps / WIRE[protocol] if site.wide() else _INFINITE
-        return replace(found, cap_bps=min(found.cap_bps, most_bps), last_bps=blocks_bps,
-                       last_bytes=float(place.size * each * _SEND_CHUNK[site.intra_link()]))
+                    site.channel_count(), place.size, _P2P_LL_BYTES)
     copies = _copies(site, remote, place.size)
-    return replace(found, factor=1.0, cap_bps=cap, opens_bytes=OPENS[crossing], copies=copies)
+    return replace(found, factor=1.0, cap_bps=cap, opens_bytes=OPENS["Simple"], copies=copies)
+
+
+def _inside(site: Site, protocol: str) -> Candidate:
+    """Grouped sends to every other rank of a node, all at once: every peer has its share of the channels (nccl
+    src/enqueue.cc, scheduleP2pTasksToPlan) and opens one for each `_least_part` of its bytes.
+
+    Half of a block's warps send, the other half receive (src/device/sendrecv.h). In Simple a receiver copies a chunk
+    out of its buffer when all of it has come, so the last one, or the only one, is copied after all has been sent; by
+    then at the block's whole rate. In LL it reads what comes as it comes. A call ends when the last of all peers has
+    come to it, which takes a step more with every doubling of them (measured; why so much is inferred).
+    """
+    place, low = site.place, protocol == "LL"
+    own = site.shared_channels()
+    blocks = min(place.size * own, site.exchange_channels())
+    latency = (site.base_us("LL") if low else site.own("exchange_us")) + math.log2(place.size) * site.step_us("LL")
+    latency += (place.size - 2) // (_PEERS_AT_ONCE * blocks) * site.step_us(protocol)
+    channel_bps = (site.channel_bps("LL") if low else site.pass_bps() if site.wide() else _INFINITE) / 2
+    found = _direct(site, protocol, latency, exchange_loads(place, site.speeds.p2p),
+                    site.inside_bps("all") * place.size / (place.size - 1), blocks, place.size, _most_ll(site, own))
+    return replace(
+        found, cap_bps=min(found.cap_bps, blocks * channel_bps), channel_bps=channel_bps,
+        opens_bytes=_least_part(site, low), least_channels=min(place.size, blocks), last_bps=site.pass_bps(),
+        last_bytes=0.0 if low else place.size * own / blocks * _SEND_CHUNK[site.intra_link()])
+
+
+def _by_ll(site: Site) -> bool:
+    """Whether a send's protocol is chosen before its channels are counted."""
+    return _FIRST_LL[0] <= site.version < _FIRST_LL[1]
+
+
+def _most_ll(site: Site, channels: int) -> int:
+    """Bytes to a peer up to which a send inside a node goes in LL, where a peer has `channels` of the call."""
+    if _by_ll(site):
+        return _P2P_LL_BYTES * site.peer_channels()
+    return _P2P_LL_BYTES * (channels if _least_part(site, low=False) <= _P2P_LL_BYTES else 1)
+
+
+def _least_part(site: Site, low: bool) -> float:
+    """Bytes of a send inside a node from which it opens another channel."""
+    return (_LL_CHUNK if low and _by_ll(site) else _SEND_CHUNK[site.intra_link()]) / _PARTS
 
 
 def _copies(site: Site, sends: int, parts: int) -> tuple[float, float]:
@@ -128,13 +166,13 @@ def _spread(places: int, top_k: int) -> float:
 
 
 def _direct(site: Site, protocol: str, latency_us: float, loads: Loads, cap_bps: float, channels: int,
-            peers: int) -> Candidate:
+            peers: int, most_ll: int) -> Candidate:
     """A group of sends that takes `latency_us` beside its bytes.
 
-    NCCL's rule: messages of up to `_P2P_LL_BYTES` to a peer go in LL; the `peers` share the call's bytes.
+    NCCL's rule: messages of up to `most_ll` to a peer go in LL; the `peers` share the call's bytes.
     """
     low = protocol == "LL"
-    rule = Judgement(1.0, _INFINITE, (), 3.0, _P2P_LL_BYTES * peers + 1.0) if low else Judgement(2.0, _INFINITE)
+    rule = Judgement(1.0, _INFINITE, (), 3.0, most_ll * peers + 1.0) if low else Judgement(2.0, _INFINITE)
     moved = (peers - 1) / peers if peers > 1 else 1.0
     cap_bps = min(cap_bps, channels * site.channel_bps("Simple") / moved) / WIRE[protocol]
     return Candidate(

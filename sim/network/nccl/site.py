@@ -241,20 +241,35 @@ class Site:
         bw = next((x for x in tried if x * (heads + 1) <= inside + 1e-6), tried[-1])
         return heads, bw, next((x for x in reversed(tried) if x >= 2 * bw), tried[0])
 
-    def pair_channels(self) -> int:
-        """Channels of one send: two per link to the peer, or one per 14 GB/s of the NIC and two at least; a power of
-        two, and on one node half of all for each of two ranks until a channel's part exceeds 16 MiB (nccl
-        src/graph/paths.cc, ncclTopoComputeP2pChannels; RCCL 5.4.3 src/enqueue.cc, scheduleP2pTasksToPlan)."""
+    def peer_channels(self) -> int:
+        """Most channels to one peer: two per link to it, or one per 14 GB/s of the NIC and two at least; a power of two
+        (nccl src/graph/paths.cc, ncclTopoComputeP2pChannels)."""
         if self.place.nodes > 1:
             wanted = max(2, ceil(self.judged.nic_nominal / (_NIC_PER_CHANNEL * _GB)))
         elif self.intra_link() == "pcie":
             wanted = _PCIE_CHANNELS
         else:
             wanted = 2 * (self.place.rings if self.place.rings > 0 else self.topology.intra.links_per_gpu)
-        found = min(_PAIR_CHANNELS, power_of_two(wanted))
+        return min(_PAIR_CHANNELS, power_of_two(wanted))
+
+    def pair_channels(self) -> int:
+        """Channels of one send: all that a peer can have, on one node half of all for each of two ranks until a
+        channel's part exceeds 16 MiB (RCCL 5.4.3 src/enqueue.cc, scheduleP2pTasksToPlan)."""
+        found = self.peer_channels()
         if self.place.nodes == 1 and self.place.size == 2:
             found = max(2, min(found, power_of_two(self.searched_channels())) // 2)
         return min(found, self.channels or found)
+
+    def exchange_channels(self) -> int:
+        """Channels of an all-to-all inside a node, among which the peers are dealt out (p2pnChannels)."""
+        return power_of_two(self.channel_count())
+
+    def shared_channels(self) -> int:
+        """Of these, each rank's, its own part included: halved until there are enough (scheduleP2pTasksToPlan)."""
+        found = self.peer_channels()
+        while found > 1 and found * self.place.size > self.exchange_channels():
+            found //= 2
+        return found
 
     def ll128(self) -> bool:
         """Whether LL128 may serve: NVLink inside, and a fabric that keeps 128-byte stores whole."""

@@ -40,6 +40,16 @@ def test_channels_open_one_by_one() -> None:
     assert [ring.open_channels(size) for size in (1, 4096, 8191, 8192, 1 << 20)] == [1, 1, 1, 2, 8]
 
 
+def test_some_channels_open_at_any_size() -> None:
+    """An all-to-all of four: 2 KiB go in parts of 512 bytes, and what each channel's receiver has last, up to 1 KiB, is
+    copied at 2 GB/s when all has been sent."""
+    sends, rate = replace(way(8, 4096.0, 1e9), least_channels=4, last_bytes=1024.0, last_bps=2e9), 8e9
+    for size, one in ((2048, 512), (16384, 4096), (65536, 8192)):
+        taken = sends.latency_at(size, rate) + size / rate
+        assert taken == pytest.approx(10e-6 + one / 1e9 + min(one, 1024) / 2e9)
+    assert [sends.open_channels(size) for size in (1, 16384, 20480, 1 << 20)] == [4, 4, 5, 8]
+
+
 def test_a_slow_link_hides_closed_channels() -> None:
     """Where the wire is slower than one channel it decides at every size."""
     assert way(8, 4096.0, 1e9).latency_at(8192, 0.5e9) == pytest.approx(10e-6)
@@ -141,6 +151,14 @@ def test_half_a_block_sends_to_all(machines: Machines, machine: str) -> None:
     for channels in (1, 2):
         _, rate = flow_of(machines[machine], "all_to_all", GIB, channels=channels)
         assert rate == pytest.approx(channels * own / 2 * 1e9)
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "all_reduce"])
+def test_a_block_of_ll_also_works_in_its_last_pass(machines: Machines, kind: str) -> None:
+    """Two A100: half of a gather, all of an all-reduce is sent, and half of the call more is read when all has come."""
+    _, rate = flow_of(machines["dgx-a100"], kind, GIB, ranks=2, algorithm="Ring", protocol="LL")
+    work = (1 if kind == "all_gather" else 2) / 2 + 1 / 2
+    assert rate == pytest.approx(24 * F["ll_channel_gbps.ampere"] / work * 1e9)
 
 
 @pytest.mark.parametrize(("ranks", "lower", "upper"), [(4, 4, 6), (7, 8, 12), (8, 12, 16)])

@@ -130,16 +130,6 @@ def test_a_tuner_of_the_plugin_counts_with_its_own_latency(machines: Machines) -
     assert plugin_us("h100-sxm", "2.18") == plugin_us("a100-80g-sxm", "2.27") == 75
 
 
-def test_peers_of_a_node_are_served_at_once_a_chunk_behind(machines: Machines) -> None:
-    """Eight A100: 4 of 32 channels for each peer, half of whose warps receive and copy a last 512 KiB of each again."""
-    net = network(machines["dgx-a100"])
-    start_us, half_us = F["exchange_us.all"], 1 / (32 * F["pass_gbps.ampere"] / 2 * 1e3)
-    for size, behind in ((1 << 20, 1 << 20), (GIB, 8 * 4 * (1 << 19))):
-        flow = net.coflow("all_to_all", size, world(8))
-        expected = start_us + behind * half_us
-        assert flow.latency_s * 1e6 == pytest.approx(expected, rel=0.01)
-
-
 def test_slices_overlap_once_they_outlast_a_step() -> None:
     """Two slices a chunk: while one is awaited the other moves. 4 ranks, 2 channels, 6 steps of 10 us, 4 us a slice."""
     ring = Slices(6, 8.0, 4e-6, 10e-6, 0.0)

@@ -45,16 +45,15 @@ def taken_s(net: Network, size: int, ranks: int) -> float:
 
 
 def test_latency_does_not_grow_with_peers() -> None:
-    """Two steps over NVLink, whatever their number; grouped sends have one start, and of 32 channels 4 a peer or the
-    one there must be are a chunk of half a MiB behind, which half of the 32 blocks' warps copy."""
+    """Two steps over NVLink, whatever their number; grouped sends wait a step more for twice as many, and half a MiB of
+    each of 32 channels, of two peers a channel where 64 share them, is copied when all has been sent."""
     size = 64 << 20
     few, many = (network(1, 72, True).coflow("all_to_all", size, world(n)).latency_s for n in (8, 64))
     assert few == many == pytest.approx((F["base_us.Simple.blackwell"] + 2 * F["step_us.nvlink.LL.blackwell"]) * 1e-6)
-    for ranks, each in ((8, 4), (64, 1)):
-        net = network(1, 72, False)
-        flow = net.coflow("all_to_all", size, world(ranks))
-        behind_s = ranks * each * (1 << 19) / (32 * F["pass_gbps.blackwell"] / 2 * 1e9)
-        assert flow.latency_s == pytest.approx(F["exchange_us.all"] * 1e-6 + behind_s)
+    for ranks, doublings, peers in ((8, 3, 1), (64, 6, 2)):
+        flow = network(1, 72, False).coflow("all_to_all", size, world(ranks))
+        start_us = F["exchange_us.blackwell"] + doublings * F["step_us.nvlink.LL.blackwell"]
+        assert flow.latency_s * 1e6 == pytest.approx(start_us + peers * (1 << 19) / (F["pass_gbps.blackwell"] * 1e3))
 
 
 def test_between_nodes_a_step_is_a_hop() -> None:
