@@ -140,7 +140,8 @@ def linear(
 
     Args:
         source: dtype in which the input arrives; autocast casts it, and the data gradient back.
-        bias: forward it rides in the product's epilogue; backward sums the output gradient over the rows.
+        bias: forward it rides in the product's epilogue, or a kernel adds it (`Style.adds_biases`); backward sums the
+            output gradient over the rows.
         sibling: another layer reads the same input. Compiled, that one's quantised copy serves both (torch 2.6.0
             _functorch/partitioners.py, fx_graph_cse).
 
@@ -164,6 +165,8 @@ def linear(
         if not style.stack.narrow_weights_cached and not style.arrives_narrow:
             forward.append(quantisation(style, size))
     forward.append(product(1, rows, features_out, features_in, "tn", gemm, gemm if quantise else act, act))
+    if bias and style.adds_biases:
+        forward.append(strided(style, elementwise("bias_add", rows * features_out, 2 * width(act), act)))
     if quantise:
         backward.append(quantisation(style, rows * features_out))
         if style.stack.narrow_keeps_inputs:

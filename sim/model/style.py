@@ -295,6 +295,11 @@ class Style:
         return self.stack.copied_along(self.batch) if self.scattered and not self.pipelined else "none"
 
     @property
+    def adds_biases(self) -> bool:
+        """Whether a kernel of its own adds a linear layer's bias to what the product made (`Stack.linear_bias`)."""
+        return self.stack.linear_bias == "added" and self.modules != "megatron"
+
+    @property
     def turns_complex(self) -> bool:
         """Whether rotary positions multiply complex numbers (`Stack.complex_rope`). Where queries and keys have norms
         of their own, cos and sin are taken."""

@@ -92,6 +92,7 @@ class Stack:
         rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
         merged_gate: plain modules make gate and up by one product of one matrix, and split what comes out.
         separate_qkv: plain decoders have three matrices for queries, keys and values; else one.
+        linear_bias: biases of linear layers are the product's own, or "added" to what it made.
         projection_bias: what adds the bias of queries, keys and values that one product makes: the product, whose
             gradient is a sum over all rows ("forward"), the products both ways ("both"), or a kernel each way
             ("apart").
@@ -289,6 +290,7 @@ class Stack:
     fused_dropout_add: bool
     merged_gate: bool
     separate_qkv: bool
+    linear_bias: str
     projection_bias: str
     expands_kv: bool
     copied_heads: bool
