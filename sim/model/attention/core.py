@@ -254,8 +254,10 @@ def _score_kernels(style: Style) -> tuple[list[Kernel], list[Kernel]]:
     if w != e and not fused:
         forward.append(replace(cast("softmax_cast", elements, soft, style.act), category="attention"))
     if style.dropout:
-        forward.append(elementwise("attention_dropout", elements, 2 * e + 1, style.act, 1, "attention"))
-        backward.append(elementwise("attention_dropout_backward", elements, 2 * e + 1, style.act, 1, "attention"))
+        # compiled, the softmax's kernel writes what is left and the mask, and backward reads the mask
+        after, before, launches = (e + 1, 1, 0) if style.stack.compile else (2 * e + 1, 2 * e + 1, 1)
+        forward.append(elementwise("attention_dropout", elements, after, style.act, launches, "attention"))
+        backward.append(elementwise("attention_dropout_backward", elements, before, style.act, launches, "attention"))
     if w != e and not fused:
         backward.append(replace(cast("softmax_gradient_cast", elements, style.act, soft), category="attention"))
     backward.append(Kernel("softmax", soft, (rows, cols), "backward", 0.0, elements * 3 * (e if fused else w),

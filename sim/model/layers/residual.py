@@ -10,11 +10,13 @@ from sim.work import Kernel
 
 def dropout_operator(style: Style, name: str, dtype: str, cols: int = 0) -> Operator:
     """native_dropout on `cols` columns (default the hidden width): keeps one byte per element (the mask), not its
-    input."""
-    elements, e = style.tokens * (cols or style.hidden), width(dtype)
+    input. Compiled, it rides in the kernels beside it, and the mask is what is moved for it (torch 2.13's Inductor on
+    fake tensors: a GPT's blocks launch as many kernels with it as without)."""
+    elements, compiled = style.tokens * (cols or style.hidden), style.stack.compile
+    moved, launches = (1, 0) if compiled else (2 * width(dtype) + 1, 1)
     return Operator(
-        name, (elementwise("dropout", elements, 2 * e + 1, dtype),),
-        (elementwise("dropout_backward", elements, 2 * e + 1, dtype),),
+        name, (elementwise("dropout", elements, moved, dtype, launches),),
+        (elementwise("dropout_backward", elements, moved, dtype, launches),),
         saved=(Tensor(f"{name}_mask", elements, "int8"),),
     )
 
