@@ -67,15 +67,31 @@ def _backward(style: Style, rows: int, cols: int, kernel: str) -> tuple[Kernel, 
         launches = _PER_SM_LAUNCHES if kernel == "per_sm" else whole.launches
         return (replace(whole, bytes=_PERSISTENT_BACKWARD_PASSES * per_pass, launches=launches),)
     if style.stack.compile:
-        return (whole,)
+        return _compiled_backward(style, rows, cols)
     return (replace(whole, variant="inputs", bytes=_INPUT_PASSES * per_pass, launches=1),
             replace(whole, variant="weights", bytes=_WEIGHT_PASSES * per_pass, launches=1))
+
+
+def _compiled_backward(style: Style, rows: int, cols: int) -> tuple[Kernel, ...]:
+    """torch.compile's: one kernel goes over rows for the input's gradient, one over columns for the weights'. What the
+    first reads and writes of the stream's gradients is the addition's (`residual_operators`); its own are the gradient
+    and the norm's input, which is made again of the stream and the branch where both are of one width.
+
+    Source: what torch 2.13's Inductor makes of a GPT's block under autocast and of Llama's in bf16, on fake tensors.
+    """
+    act, stream = width(style.act), width(style.residual)
+    again = act if act == stream else 0.0
+    row = Kernel("norm", style.residual, (rows, cols), "backward", 0.0, rows * cols * (act + stream + again),
+                 "memory_bound", kernel="persistent")
+    return row, Kernel("reduction", style.residual, (rows, cols), "weights", 0.0, rows * cols * (act + stream),
+                       "memory_bound")
 
 
 def frozen_backward(style: Style, kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
     """A norm's backward without what makes its weights' gradients: of PyTorch's kernels the second; of operators the
     two products' first and the sum behind it (`_hugging_face_rmsnorm`); of one compiled kernel two of five passes. A
     kernel that holds a row moves the same bytes and is no faster (liger_kernel 0.8.5: COMPUTE_DW; earlier ones sum)."""
+    kernels = [k for k in kernels if k.variant != "weights"]
     if any(k.kernel in ("per_sm", "persistent") for k in kernels):
         return tuple(replace(k, launches=1) for k in kernels)
     if style.spelled_rmsnorm and not style.stack.compile:
@@ -84,7 +100,7 @@ def frozen_backward(style: Style, kernels: Sequence[Kernel]) -> tuple[Kernel, ..
         return tuple(made.get(k, k) for k in kernels)
     left = 1 - _WEIGHT_PASSES / _BACKWARD_PASSES
     return tuple(replace(k, bytes=k.bytes * left, launches=max(1, k.launches - 1)) if k.variant == "backward" else k
-                 for k in kernels if k.variant != "weights")
+                 for k in kernels)
 
 
 def _held(style: Style, cols: int) -> str:
@@ -113,10 +129,9 @@ def _hugging_face_rmsnorm(
     wide = style.wide_norm
     times = 4.0 if wide else e
     if style.stack.compile:  # one fused kernel, which keeps what a fused norm keeps
-        forward, backward = (chain(name, elements, (), passes * e, style.residual, True)
-                             for passes in (_FORWARD_PASSES, _BACKWARD_PASSES))
-        return (forward,), (backward,), (Tensor(f"{name}_input", elements, style.residual),
-                                         Tensor(f"{name}_rstd", rows, "fp32"))
+        forward = chain(name, elements, (), _FORWARD_PASSES * e, style.residual, True)
+        return (forward,), _compiled_backward(style, rows, cols), (Tensor(f"{name}_input", elements, style.residual),
+                                                                   Tensor(f"{name}_rstd", rows, "fp32"))
     forwards = strided_chain(name, elements, [8, 4, 0, 0, *to], [*to, 8, 2 * times], style.residual)
     # d weight: mul, sum; d normalised: mul; cast; mul rule: two products and a sum; rsqrt on rows; mean: div; pow:
     # pow and two products; accumulation; cast
