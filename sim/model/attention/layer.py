@@ -106,6 +106,8 @@ def _projections(style: Style, names: Sequence[str], source: str) -> tuple[Opera
                 parts = 1 if style.positions == "rotary" else 2
                 apart = [*apart, _copy(style, "value_heads", parts * style.tokens * style.kv_width, parts)]
             operator = replace(operator, forward=(*operator.forward, *apart), backward=(*gather, *operator.backward))
+        else:
+            operator = replace(operator, backward=(_compiled_gather(style, outputs), *operator.backward))
         return operator, list(fused)
     features = (style.query_width, style.kv_width, style.kv_width)
     tokens = (style.tokens,) * 3
@@ -154,6 +156,13 @@ def _taken_apart(style: Style, outputs: int) -> tuple[list[Kernel], list[Kernel]
         copied = 3 * style.tokens * style.query_width
         copies.append(strided(style, elementwise("key_value_heads", copied, 2 * e, style.act, 3)))
     return copies, [gather]
+
+
+def _compiled_gather(style: Style, outputs: int) -> Kernel:
+    """Gradients of queries, keys and values written side by side by one kernel; where positions are turned back, that of
+    queries and keys is counted there (torch 2.13's Inductor on fake tensors)."""
+    turned = style.query_width + style.kv_width if style.positions == "rotary" else 0
+    return elementwise("qkv_gradient_cat", style.tokens * (outputs - turned), 2 * width(style.act), style.act)
 
 
 def _copy(style: Style, name: str, elements: int, parts: int = 1) -> Kernel:
