@@ -159,8 +159,8 @@ def _taken_apart(style: Style, outputs: int) -> tuple[list[Kernel], list[Kernel]
 
 
 def _compiled_gather(style: Style, outputs: int) -> Kernel:
-    """Gradients of queries, keys and values written side by side by one kernel. Where positions are turned back, that of
-    queries and keys is counted there (torch 2.13's Inductor on fake tensors)."""
+    """Gradients of queries, keys and values written side by side by one kernel. Where positions are turned back,
+    that of queries and keys is counted there (torch 2.13's Inductor on fake tensors)."""
     turned = style.query_width + style.kv_width if style.positions == "rotary" else 0
     return elementwise("qkv_gradient_cat", style.tokens * (outputs - turned), 2 * width(style.act), style.act)
 
