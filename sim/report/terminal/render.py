@@ -33,6 +33,8 @@ _COLOURS = {"gemm": "green", "attention": "bright_green", "memory_bound": "cyan"
             "communication": "red", "pipeline_bubble": "magenta", "host": "yellow", "offload": "bright_red"}
 #: Rows with less of the step than this would print as 0.0% and are left out.
 _SMALLEST_SHARE = 0.0005
+#: Waiting for the host from this share of a step on is part of what hides communication.
+_FELT = 0.01
 #: Columns of catalogues whose names are too long for a table head.
 _HEADS = {"architecture": "arch", "half_tflops": "half TF", "fp8_tflops": "fp8 TF", "memory_gib": "GiB",
           "bandwidth_gb_s": "GB/s", "power_limit_w": "W", "gpus_per_node": "GPUs", "sms": "SMs",
@@ -169,8 +171,9 @@ def _bound(result: Result) -> list[Any]:
     lines = [Text.assemble("bound by ", (bound(by, result.inference is not None), "bold"))]
     if total > 0:
         hidden = 100 * max(0.0, 1 - exposed / total)
+        behind = "compute and the host's work" if result.waits["host"] > _FELT * result.step_time_s else "compute"
         lines.append(Text(f"communication: {seconds(total)} on the wire, {hidden:.0f}% hidden "
-                          f"behind compute; {result.slowdown:.3f}× the step on an infinitely fast network"))
+                          f"behind {behind}; {result.slowdown:.3f}× the step on an infinitely fast network"))
         if result.breakdown.contention > _SMALLEST_SHARE * result.step_time_s:
             longer = seconds(result.breakdown.contention)
             lines.append(Text(f"kernels take {longer} longer because collectives hold SMs and memory bandwidth"))

@@ -22,7 +22,7 @@ Make = Callable[..., Result]
 def test_the_report_says_what_matters(result_of: Make) -> None:
     text = as_text(result_of(1))
     for words in ("by hand", "21 ms per step", "MFU", "exposed all-gather (shard, 8 ranks)", "exposed reduce-scatter",
-                  "matrix products", "waiting for the host", "bound by the tensor cores", "1.615× the step",
+                  "matrix products", "waiting for the host", "bound by communication", "1.615× the step",
                   "3.25 GiB", "optimizer states 2 GiB", "estimated from what", "simulated 1 of 8 ranks"):
         assert words in text, words
 
