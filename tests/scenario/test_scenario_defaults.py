@@ -351,7 +351,8 @@ def test_only_an_encoder_generates_nothing(preset: str, generate: int, allowed: 
     assert [fault.field for fault in raised.value.faults] == ["training.mode.inference.generate"]
 
 
-@pytest.mark.parametrize("framework", ["pytorch", "composer", "megatron", "deepspeed", "torchtitan", "nanotron", "ideal"])
+@pytest.mark.parametrize("framework", ["pytorch", "composer", "megatron", "deepspeed", "torchtitan", "nanotron",
+                                       "ideal"])
 def test_every_year_that_can_be_asked_for_has_defaults(framework: str) -> None:
     """Years before a table's first have that one's."""
     cut = MINIMAL | {"cluster": {"topology": "dgx-a100-80g", "nodes": 2},
