@@ -40,6 +40,8 @@ _HEADS = {"architecture": "arch", "half_tflops": "half TF", "fp8_tflops": "fp8 T
           "bandwidth_gb_s": "GB/s", "power_limit_w": "W", "gpus_per_node": "GPUs", "sms": "SMs",
           "host_forward_us": "fwd µs", "host_backward_us": "bwd µs", "host_collective_us": "call µs",
           "clips_gradients": "clips", "parameters_b": "10⁹ params"}
+#: Shorter bars tell nothing: they go first on a narrow terminal.
+_LEAST_BAR = 6
 _PIPE_WIDTH = 200
 _UNBOUND = 10_000
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -61,8 +63,9 @@ def render(result: Result, to: Console) -> None:
     """Print the report of one run, each part before what the next one has to simulate: advice takes the longest."""
     to.print(Group(*headline(result), Text(), *_breakdown(result, to.width), Text()))
     to.print(Group(*_bound(result), *trouble_lines(result), Text(), *_memory(result, to.width)))
-    to.print(Group(*changes_lines(result.changes, request=result.scenario.training.mode != "train"),
-                   *largest_lines(result.largest), *stage_lines(result), *budget_lines(result), *_notes(result)))
+    to.print(Group(*changes_lines(result.changes, request=result.scenario.training.mode != "train", width=to.width),
+                   *largest_lines(result.largest), *stage_lines(result, to.width), *budget_lines(result),
+                   *_notes(result)), crop=False)
 
 
 def as_text(result: Result, width: int = 100) -> str:
@@ -154,13 +157,16 @@ def _rows(result: Result) -> Iterable[tuple[str, float, str]]:
 def _breakdown(result: Result, width: int) -> list[Any]:
     step = result.step_time_s
     rows = [row for row in _rows(result) if row[1] > _SMALLEST_SHARE * step]
-    name_width = max((len(name) for name, _, _ in rows), default=0)
-    room = max(6, min(48, width - name_width - 19))
+    figures = [(seconds(value), f"{100 * value / step:.1f}%") for _, value, _ in rows]
+    columns = [max((len(row[column]) for row in figures), default=0) for column in range(2)]
+    name_width = min(max((len(name) for name, _, _ in rows), default=0), max(4, width - sum(columns) - 2))
+    room = min(48, width - name_width - sum(columns) - 3)
     grid = Table.grid(padding=(0, 1))
-    for column in range(4):
-        grid.add_column(justify="right" if column in (1, 2) else "left", no_wrap=True)
-    for name, value, colour in rows:
-        grid.add_row(name, seconds(value), f"{100 * value / step:.1f}%", Text(bar(value / step, room), style=colour))
+    grid.add_column(width=name_width, overflow="fold")
+    for column_width in columns:
+        grid.add_column(justify="right", no_wrap=True, width=column_width)
+    for (name, value, colour), told in zip(rows, figures, strict=True):
+        grid.add_row(name, *told, *([Text(bar(value / step, room), style=colour)] if room >= _LEAST_BAR else []))
     return [Text("where the step goes", style="bold"), grid]
 
 
