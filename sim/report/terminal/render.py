@@ -35,6 +35,8 @@ _COLOURS = {"gemm": "green", "attention": "bright_green", "memory_bound": "cyan"
 _SMALLEST_SHARE = 0.0005
 #: Waiting for the host from this share of a step on is part of what hides communication.
 _FELT = 0.01
+#: Exposed communication that a fast network would not save is explained from this share of a step on.
+_MUCH_KEPT = 0.05
 #: Columns of catalogues whose names are too long for a table head.
 _HEADS = {"architecture": "arch", "half_tflops": "half TF", "fp8_tflops": "fp8 TF", "memory_gib": "GiB",
           "bandwidth_gb_s": "GB/s", "power_limit_w": "W", "gpus_per_node": "GPUs", "sms": "SMs",
@@ -179,7 +181,8 @@ def _bound(result: Result) -> list[Any]:
         hidden = 100 * max(0.0, 1 - exposed / total)
         behind = "compute and the host's work" if result.waits["host"] > _FELT * result.step_time_s else "compute"
         lines.append(Text(f"communication: {seconds(total)} on the wire, {hidden:.0f}% hidden "
-                          f"behind {behind}; {result.slowdown:.3f}× the step on an infinitely fast network"))
+                          f"behind {behind}; {result.slowdown:.3f}× the step on an infinitely fast network"
+                          f"{_kept_waits(result, exposed)}"))
         if result.breakdown.contention > _SMALLEST_SHARE * result.step_time_s:
             longer = seconds(result.breakdown.contention)
             lines.append(Text(f"kernels take {longer} longer because collectives hold SMs and memory bandwidth"))
@@ -194,6 +197,15 @@ def _bound(result: Result) -> list[Any]:
     if result.validated.count:
         lines.append(Text(str(result.validated), style="dim"))
     return list(lines)
+
+
+def _kept_waits(result: Result, exposed_s: float) -> str:
+    """Why an infinitely fast network saves less than is exposed, where it does: other things are waited for then."""
+    saved_s = result.step_time_s * (1.0 - 1.0 / result.slowdown)
+    if exposed_s - saved_s < _MUCH_KEPT * result.step_time_s:
+        return ""
+    return (f", which saves {seconds(max(saved_s, 0.0))} of the {seconds(exposed_s)} exposed: the rest would be "
+            "waited for others or the host")
 
 
 def _memory(result: Result, width: int) -> list[Any]:

@@ -27,6 +27,13 @@ def test_the_report_says_what_matters(result_of: Make) -> None:
         assert words in text, words
 
 
+def test_exposed_communication_that_a_fast_network_would_not_save_is_explained(result_of: Make) -> None:
+    result = result_of(1)
+    assert "which saves" not in as_text(result, 200)
+    result.slowdown = 1.05
+    assert "1.050× the step on an infinitely fast network, which saves 1 ms of the 8 ms exposed" in as_text(result, 200)
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 def test_no_line_is_wider_than_the_terminal(result_of: Make, width: int) -> None:
     assert max(len(line) for line in as_text(result_of(2), width).splitlines()) <= width
