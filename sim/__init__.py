@@ -26,6 +26,11 @@ __all__ = ["UserError", "__version__", "compare", "diff", "import_files", "load"
            "plot_comparison", "plot_memory", "plot_scaling", "plot_sweep", "run", "run_sweep", "size", "validate"]
 
 
+def __dir__() -> list[str]:
+    """What is here and what comes when first used, so that an interpreter completes the verbs."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """The verbs, on first use (PEP 562)."""
     if name in ("load", "plan_memory", "run", "run_sweep"):

@@ -121,6 +121,10 @@ class Draft:
         """Whether the draft says anything of a field or of one below it."""
         return any(one == path or one.startswith(f"{path}.") for one in self._fields)
 
+    def origin(self, path: str) -> Said | None:
+        """The setting that a field's value is from, None where no file says it."""
+        return self._from.get(path)
+
     def value(self, path: str) -> Any:
         """A field's value so far, None without one."""
         return self._fields.get(path)

@@ -22,6 +22,7 @@ from sim.report.warned.asked import in_vain
 from sim.report.warned.attention import of_whole_sequences
 from sim.report.warned.queues import unusual_queues
 from sim.report.warned.unsaid import unsaid_host, unsaid_network
+from sim.report.warned.unused import buckets_in_vain, fsdp_of_another, without_ranks
 from sim.report.warned.widths import uneven
 from sim.scenario.fields.schema import Inference, Scenario
 
@@ -152,7 +153,8 @@ def _warnings(result: Result) -> list[str]:
         leaks = {name: size for name, size in memory.use.net_bytes.items() if size}
         found.append(f"memory: the step does not return to the level at which it began ({leaks})")
     found += [*unusual_queues(result.scenario), *unsaid_network(result.scenario), *unsaid_host(result.scenario),
-              *in_vain(result.scenario)]
+              *in_vain(result.scenario), *without_ranks(result.scenario), *buckets_in_vain(result.scenario),
+              *fsdp_of_another(result.scenario)]
     loading = result.data_loading
     if loading.waiting_s > 0:
         found.append(f"data: training needs {loading.bytes_per_step / loading.work_s / 1e9:.3g} GB/s per node and "

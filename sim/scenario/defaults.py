@@ -350,8 +350,8 @@ def _software(written: Software, model: Model, optimizer: str, shared: bool) -> 
 
 
 def _since(steps: dict[int, Any], year: int) -> Any:
-    """The value of the latest year that is not after `year`."""
-    return steps[max(y for y in steps if y <= year)]
+    """The value of the latest year that is not after `year`; of a year before all of them the first."""
+    return steps[max((y for y in steps if y <= year), default=min(steps))]
 
 
 def _or(value: Any, default: Any) -> Any:

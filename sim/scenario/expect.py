@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sim.errors import Fault, nearest
+from sim.scenario.fields.units import figure
 from sim.scenario.sweep import check_path
 from sim.scenario.text.document import Document, beside, describe
 
@@ -150,7 +151,7 @@ class _Reader:
                     "", f"expected a value or a bound, not {describe(written)}", "such as {value: 1.2, within: 5%}"
                 )
                 return None
-            return Bound(self.name, value=written, file=file, line=line)
+            return Bound(self.name, value=self._value(written, ""), file=file, line=line)
         for key in written:
             if key not in _KEYS:
                 self._fault(key, f"a bound has no '{key[:60]}'", nearest(key, _KEYS) or f"known: {', '.join(_KEYS)}")
@@ -194,18 +195,29 @@ class _Reader:
                 "'ratio' and 'relative_to' go together",
                 "such as {relative_to: other.yaml, ratio: 1.07, within: 2%}",
             )
-        low, high = written.get("min"), written.get("max")
+        low, high = (figure(self.name, written.get(key))[0] for key in ("min", "max"))
         if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
-            self._fault("min", f"min {low} is more than max {high}", "swap them")
+            self._fault("min", f"min {written['min']} is more than max {written['max']}", "swap them")
 
-    def _value(self, value: Any) -> Any:
+    def _value(self, value: Any, key: str = "value") -> Any:
         if isinstance(value, list | dict):
-            self._fault("value", f"expected one value, not {describe(value)}")
-        return value
+            self._fault(key, f"expected one value, not {describe(value)}")
+        return self._figure(key, value)
+
+    def _figure(self, key: str, value: Any) -> Any:
+        """Sizes and times with units, in bytes and seconds."""
+        read, wrong = figure(self.name, value)
+        if wrong:
+            self._fault(key, wrong)
+        return read
 
     def _number(self, key: str, written: dict[str, Any]) -> float | None:
         value = written.get(key)
         if value is None:
+            return None
+        faults = len(self.faults)
+        value = value if key == "ratio" else self._figure(key, value)
+        if len(self.faults) > faults:
             return None
         if not _is_number(value):
             self._fault(key, f"expected a number, not {describe(value)}")

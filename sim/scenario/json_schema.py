@@ -91,10 +91,10 @@ def _bound() -> list[dict[str, Any]]:
     share = {
         "anyOf": [{"type": "string", "pattern": r"^\s*[0-9.]+\s*%\s*$"}, {"type": "number", "minimum": 0, "maximum": 1}]
     }
-    number = {"type": "number"}
+    number, quantity = {"type": "number"}, {"type": ["number", "string"]}  # a text has a unit
     kinds = (
         {"value": {"type": ["number", "string", "boolean"]}, "within": share},
-        {"min": number, "max": number},
+        {"min": quantity, "max": quantity},
         {"relative_to": {"anyOf": [{"type": "string"}, _POINT]}, "ratio": number, "within": share},
     )
     tables = [

@@ -186,6 +186,7 @@ class Stack:
             does not).
         all_forwards_first: interleaved stages with as many micro-batches as ranks run all forwards before a backward.
         pipeline_schedules: names of the schedules that its releases have, ", " between them, or none (`schedules`).
+        fsdp_generations: those that its releases have, or none (`generations`).
         pipeline_reduction: when stages reduce gradients if overlap is asked for: beside the last backward, behind it,
             or aligned (beside it, but of chunks that take turns behind each one's last).
         bucket_elements: of Megatron's buckets, before they grow with the number of ranks.
@@ -359,6 +360,7 @@ class Stack:
     all_forwards_first: bool
     pipeline_reduction: str
     pipeline_schedules: str
+    fsdp_generations: str
     bucket_elements: int
     lasting_gradients: bool
     averaging_collectives: bool
@@ -388,6 +390,11 @@ class Stack:
     def schedules(self) -> tuple[str, ...]:
         """Pipeline schedules of the stack's own releases."""
         return () if self.pipeline_schedules == "none" else tuple(self.pipeline_schedules.split(", "))
+
+    @property
+    def generations(self) -> tuple[int, ...]:
+        """Generations of FSDP of the stack's own releases."""
+        return () if self.fsdp_generations == "none" else tuple(map(int, self.fsdp_generations.split(", ")))
 
     def copied_along(self, sequences: int) -> str:
         """What tensor ranks copy of activations cut along the sequence: what they gather and scatter ("both"), what

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 from sim.report.numbers.breakdown import Breakdown, kernel_counts, of_rank
 from sim.report.numbers.columns import of_class
@@ -53,10 +54,14 @@ def spelled_out(result: Result) -> set[Shape]:
 
 
 def _breakdown(result: Result, number: int) -> Breakdown:
-    detail = result.detail
-    if number == detail.critical:
-        return result.breakdown
-    return of_rank(detail.machine, of_class(detail.lowered.job, detail.timeline, number), number)
+    """As a trace shows it; what the report adds to the critical rank's waits (data, the allocator) is added too."""
+    detail, whole = result.detail, result.breakdown
+    columns = of_class(detail.lowered.job, detail.timeline, number)
+    seen = of_rank(detail.machine, columns, number, seen=True)
+    if number != detail.critical:
+        return seen
+    own = of_rank(detail.machine, columns, number)
+    return replace(seen, host=seen.host + whole.host - own.host, offload=seen.offload + whole.offload - own.offload)
 
 
 def _products(result: Result, number: int) -> tuple[dict[Shape, Sum], float]:

@@ -78,6 +78,17 @@ def test_collective_prints_the_layout_of_nccl_tests(drystep: Any) -> None:
     assert (code, json.loads(out)["ranks"]) == (0, 8)
 
 
+def test_the_head_of_a_collective_tells_the_sizes_asked_for(drystep: Any) -> None:
+    """1 GiB, though the last size of a factor of eight is half of it, as nccl-tests does."""
+    done = drystep("collective", "all_reduce", "--topology", "dgx-h100", "-b", "1M", "-e", "1G", "-f", "8")
+    head = next(line for line in done.out.splitlines() if "minBytes" in line)
+    assert head.endswith("minBytes 1048576 maxBytes 1073741824")
+
+
+def test_an_interpreter_completes_the_verbs() -> None:
+    assert {*sim.__all__} <= {*dir(sim)}
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     ("kernel h10 gemm 1,2,3", "unknown GPU"), ("kernel none.yaml gemm 1,2,3", "no such file"),
     ("kernel h100-80g-sxm gemm 1,2", "wants the shape"), ("kernel h100-80g-sxm gem 1,2", "no operator"),

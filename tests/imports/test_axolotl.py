@@ -216,6 +216,9 @@ def test_without_its_file(read: Read) -> None:
     ({"context_parallel_size": 2, "ring_attn_func": "zigzag"}, "ring_attn_func: expected one of varlen_llama3"),
     ({"cut_cross_entropy": True, "chunked_cross_entropy": True}, "expected false beside cut_cross_entropy"),
     ({"optimizer": "adamm"}, "optimizer: expected one of adamw_torch"),
+    ({"optimizer": "paged_adamw_8bit", "fsdp": ["full_shard"], "fsdp_config": {"fsdp_offload_params": True}},
+     r"optimizer: paged_adamw_8bit steps on the GPU and pages .*fsdp_offload_params \(line \d+\) keeps the optimizer "
+     r".*exclude each other \(take adamw_torch beside the offload, or drop the offload"),
     ({"bf16": "some"}, "bf16: expected true or false"), ({"micro_batch_size": 0}, "micro_batch_size: expected a whole"),
     ({"deepspeed": "none.json"}, "deepspeed: no such file"), ({"base_model": ["a"]}, "base_model: expected a model's"),
 ])

@@ -130,6 +130,14 @@ def test_fields(read: Read, more: dict[str, Any], expected: dict[str, Any]) -> N
     assert not found.of("unknown")
 
 
+@pytest.mark.parametrize("more", [{}, {"fp8": False}, {"megatron_amp_O2": False}])
+def test_a_part_of_the_precision_is_told_as_a_part(read: Read, more: dict[str, Any]) -> None:
+    """megatron_amp_O2 says in what parameters are stored, and no precision has the name of a dtype alone."""
+    taken = [note for note in read(job(**more)).notes if note.kind == "taken" and "precision" in note.field]
+    assert [note.field for note in taken].count("training.precision") == 1
+    assert all(note.value in ("bf16", "fp8") for note in taken if note.field != "training.precision")
+
+
 def test_fp8_without_o2(read: Read) -> None:
     precision = at(read(job(megatron_amp_O2=False)), "training.precision")
     assert (precision["compute"], precision["parameters"], precision["reduce"]) == ("fp8", "fp32", "fp32")

@@ -349,3 +349,15 @@ def test_only_an_encoder_generates_nothing(preset: str, generate: int, allowed: 
     with pytest.raises(UserError) as raised:
         resolve(asked)
     assert [fault.field for fault in raised.value.faults] == ["training.mode.inference.generate"]
+
+
+@pytest.mark.parametrize("framework", ["pytorch", "composer", "megatron", "deepspeed", "torchtitan", "nanotron",
+                                       "ideal"])
+def test_every_year_that_can_be_asked_for_has_defaults(framework: str) -> None:
+    """Years before a table's first have that one's."""
+    cut = MINIMAL | {"cluster": {"topology": "dgx-a100-80g", "nodes": 2},
+                     "parallel": {"strategy": "zero1", "tensor": 2, "pipeline": 2}}
+    found = {year: resolve(cut, sets={"software.framework": framework, "software.year": year})
+             for year in range(2016, 2041)}
+    assert found[2016].parallel.pipeline_scatter == found[2018].parallel.pipeline_scatter
+    assert found[2016].parallel.async_tensor == found[2017].parallel.async_tensor is False

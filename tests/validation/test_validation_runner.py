@@ -165,8 +165,11 @@ def test_the_terminal_report_shows_statistics_and_reasons(cases: Path) -> None:
     console = Console(width=140, record=True, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: SIM115
     text.render(validate([cases], workers=1), console)
     shown = console.export_text()
-    for part in ("cases", "37.5%", "must be a number", "ZeroDivisionError", "bound", "not compared"):
+    for part in ("cases", "37.5%", "must be a number", "ZeroDivisionError", "bound", "not compared", "such as"):
         assert part in shown
+    lines = [line for line in shown.splitlines() if "ZeroDivisionError" in line]
+    broken = next(r["id"] for r in validate([cases], workers=1).records if "ZeroDivision" in str(r.get("reason")))
+    assert lines and broken in lines[0]
 
 
 def test_the_command_prints_tables_or_json(cases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

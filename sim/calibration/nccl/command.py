@@ -129,8 +129,12 @@ def predict(op: str, network: Network, at: Sequence[int], dtype: str = "fp32") -
     return rows
 
 
-def text(op: str, network: Network, rows: Sequence[Row], dtype: str = "fp32") -> str:
-    """The layout of nccl-tests (src/common.cu, 2.x) with the prediction in its place and NCCL's choice added."""
+def text(op: str, network: Network, rows: Sequence[Row], dtype: str = "fp32", max_bytes: int | None = None) -> str:
+    """The layout of nccl-tests (src/common.cu, 2.x) with the prediction in its place and NCCL's choice added.
+
+    Args:
+        max_bytes: the largest size asked for, which the last row's may be below.
+    """
     name = operation(op)
     _, title, reduction = OPERATIONS[name]
     ranks = network.nodes * network.gpus_per_node
@@ -139,7 +143,7 @@ def text(op: str, network: Network, rows: Sequence[Row], dtype: str = "fp32") ->
         f"# Predicted by drystep, not measured: {title} ({_PROGRAMS.get(name, name)}_perf) on {network.nodes} x "
         f"{network.gpus_per_node} "
         f"{network.topology.name or 'inline'} ({ranks} ranks)",
-        f"# nThread 1 nGpus 1 minBytes {rows[0].size_bytes} maxBytes {rows[-1].size_bytes}",
+        f"# nThread 1 nGpus 1 minBytes {rows[0].size_bytes} maxBytes {max_bytes or rows[-1].size_bytes}",
         "#",
         "#                                                              out-of-place",
         "#       size         count      type   redop    root     time   algbw   busbw  choice",
@@ -184,4 +188,4 @@ def collective_command(op: str, topology: str | Path | Mapping[str, Any], nodes:
             "rows": [{"size_bytes": r.size_bytes, "count": r.count, "time_us": r.time_us, "algbw_gbps": r.algbw_gbps,
                       "busbw_gbps": r.busbw_gbps, "algorithm": r.algorithm, "protocol": r.protocol,
                       "channels": r.channels} for r in rows]}
-    return text(op, network, rows, dtype), data
+    return text(op, network, rows, dtype, max_bytes), data

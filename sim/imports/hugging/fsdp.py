@@ -7,6 +7,7 @@ _process_fsdp_args and _apply_legacy_fsdp_to_config.
 from __future__ import annotations
 
 from sim.imports.hugging.facts import Job
+from sim.imports.hugging.optimizers import place_optimizer
 from sim.imports.settings import Said, Settings, mapping_at, one_of, peek, switch
 from sim.software import stack_for
 
@@ -50,7 +51,7 @@ def read_fsdp(settings: Settings, above: str, job: Job, *, version: int, wrap: s
     if said is not None:
         # The optimizer steps where the shards are (torch: CPUOffload, CPUOffloadPolicy).
         draft.take("parallel.offload.parameters", "cpu", said)
-        draft.take("parallel.offload.optimizer", "cpu", said, "the optimizer steps where the shards are")
+        place_optimizer(job, "cpu", said, "the optimizer steps where the shards are")
     _wrap(settings, above, job, wrap, smallest)
     if (said := switch(settings, *_names(above, "activation_checkpointing"))) is not None:
         draft.take("training.recompute", "full", said)

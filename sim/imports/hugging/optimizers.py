@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from sim.errors import nearest
+from sim.errors import Fault, UserError, nearest
 from sim.imports.hugging.facts import Job
 from sim.imports.settings import Said, Settings, switch
 
@@ -75,7 +75,22 @@ def read_optimizer(settings: Settings, job: Job) -> None:
     if name in _WIDE:
         job.keep("wide states", True, said)
     if name.startswith("paged_"):
-        job.draft.take("parallel.offload.optimizer", "paged", said)
+        place_optimizer(job, "paged", said)
+
+
+def place_optimizer(job: Job, where: str, said: Said, text: str = "") -> None:
+    """Where an optimizer's states are: "cpu", with its step, or "paged". Raises UserError where another setting says
+    the other."""
+    path, draft = "parallel.offload.optimizer", job.draft
+    origin, earlier = draft.origin(path), draft.value(path)
+    if origin is not None and {earlier, where} == {"cpu", "paged"} and not draft.overridden(path):
+        paged, other = (said, origin) if where == "paged" else (origin, said)
+        place = f" (line {other.line})" if other.line else ""
+        raise UserError(Fault(
+            f"{paged.word()} steps on the GPU and pages its states out as memory runs short, but {other}{place} keeps "
+            "the optimizer and its step in host memory: the two exclude each other", paged.name, paged.file, paged.line,
+            f"take adamw_torch beside the offload, or drop the offload; --set {path}=cpu or {path}=paged chooses here"))
+    draft.take(path, where, said, text)
 
 
 def settle_optimizer(job: Job) -> None:

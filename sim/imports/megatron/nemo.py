@@ -275,12 +275,12 @@ def _precision(settings: Settings, draft: Draft, put: Put) -> None:
     if whole is not None:
         put(said, half, True)
         put(narrow, "fp8_format", "hybrid")
-        draft.share("training.precision", half, whole)
+        draft.share("training.precision.parameters", half, whole)
         return
     row: Any = f"amp-{half}"
     if narrow is not None:
         row = {**PRECISIONS[row], "compute": "fp8"}
-        draft.share("training.precision", "fp8", narrow)
+        draft.share("training.precision.compute", "fp8", narrow)
     draft.take("training.precision", row, said, "autocast over fp32 parameters, without megatron_amp_O2")
 
 

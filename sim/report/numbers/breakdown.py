@@ -12,6 +12,7 @@ import numpy.typing as npt
 from sim.engine import Machine
 from sim.engine.machine import Profile
 from sim.program import ON_CPU, Kind, Program
+from sim.report.numbers.behind import Tasks, common, gaps, launch_s, paced
 from sim.report.numbers.columns import Columns
 from sim.report.numbers.exposure import Spans, axis, split, waits_between
 from sim.work import CATEGORIES
@@ -115,6 +116,15 @@ def product_shares(program: Program, profiles: Sequence[Profile]) -> Floats | No
     return np.array(found)
 
 
+def tasks_of(columns: Columns) -> Tasks:
+    """The tasks of `columns` as `sim.report.numbers.behind` asks for them."""
+    outside = np.zeros(len(columns.kind), dtype=bool)
+    outside[on_cpu(columns)] = True
+    return Tasks(columns.kind == Kind.HOST, (columns.kind == Kind.KERNELS) & (columns.stream == COMPUTE_STREAM),
+                 outside, columns.issue_s, columns.start_s, columns.end_s, columns.starved_s, columns.host_s,
+                 launch_s(columns.program, columns.kind, columns.payload))
+
+
 def _pending(columns: Columns, calls: Ints, key: Ints, rows: Sequence[tuple[str, str]],
              across: Collection[str]) -> list[Spans]:
     """Collectives issued and not begun: those between stages, for which everything behind waits, and others."""
@@ -143,7 +153,7 @@ def _hidden(program: Program, row: int, sums: Floats, row_s: float, category: Se
 
 
 def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Floats | None = None,
-              across: Collection[str] = (), products: Floats | None = None) -> Breakdown:
+              across: Collection[str] = (), products: Floats | None = None, seen: bool = False) -> Breakdown:
     """Split the step of `columns` (see `sim.report.numbers.exposure` for the order of precedence).
 
     Inside a segment the GPU may wait for the launch of its next kernel; that part goes to the host.
@@ -154,6 +164,7 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Float
         alone_s: seconds of each segment's kernels running alone, shape (segments,).
         across: groups that span stages of a pipeline; waiting for one of them to begin is waiting for another stage.
         products: see `product_shares`.
+        seen: as a trace of the device shows it, which does not tell that a collective moves while the host is late.
     """
     program = columns.program
     kernels = columns.where(Kind.KERNELS)
@@ -164,23 +175,25 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Float
     rows = sorted(set(keys))
     named = np.array([rows.index(key) for key in keys], dtype=np.int64)
     call_key = named[columns.payload[calls]] if len(calls) else calls
-    count = max(1, len(program.segments))
+    count, tasks = max(1, len(program.segments)), tasks_of(columns)
     layers = [
         _spans(columns, main, columns.payload[main], count),
+        common(gaps(tasks), paced(tasks, columns.step_time_s)) if not seen else Spans.none(),
         _spans(columns, calls, call_key, len(rows)),
         _spans(columns, copies, np.zeros(len(copies), dtype=np.int64), 1),
         _spans(columns, aside, columns.payload[aside], count),
         *_pending(columns, calls, call_key, rows, across),
     ]
     on = axis(layers, columns.step_time_s, columns.windows)
-    (on_main, moving, copying, on_aside, for_stages, pending), rest = split(on, layers)
+    (on_main, unlaunched, moving, copying, on_aside, for_stages, pending), rest = split(on, layers)
 
     starved = np.minimum(_starved_s(columns, main, count), on_main)
     busy = on_main - starved + on_aside
     spent = busy @ shares if len(program.segments) else np.zeros(len(CATEGORIES) + len(keys))
     inside = np.bincount(named, weights=spent[len(CATEGORIES):], minlength=len(rows)) if keys else np.zeros(0)
     result = Breakdown(dict(zip(CATEGORIES, spent.tolist(), strict=False)), offload=float(copying.sum()),
-                       host=rest + float(starved.sum()), contention=_contention_s(columns, main, alone_s))
+                       host=rest + float(unlaunched.sum() + starved.sum()),
+                       contention=_contention_s(columns, main, alone_s))
     if products is not None:
         result.optimizer_products = float(busy @ products)
     total = np.zeros(len(rows))
@@ -200,13 +213,13 @@ def breakdown(columns: Columns, shares: Floats, alone_s: Floats, inline_s: Float
     return result
 
 
-def of_rank(machine: Machine, columns: Columns, number: int) -> Breakdown:
-    """The breakdown of simulated class `number`, whose step `columns` is."""
+def of_rank(machine: Machine, columns: Columns, number: int, seen: bool = False) -> Breakdown:
+    """The breakdown of simulated class `number`, whose step `columns` is; `seen`: see `breakdown`."""
     program = columns.program
     profiles = [machine.profile(number, 0, i) for i in range(len(program.segments))]
     return breakdown(columns, kernel_shares(program, profiles, machine.kernel_s(number)),
                      np.array([p.total_s for p in profiles]), inline_seconds(program, machine.lockstep_s(number)),
-                     across(machine, number), product_shares(program, profiles))
+                     across(machine, number), product_shares(program, profiles), seen)
 
 
 def across(machine: Machine, number: int) -> set[str]:

@@ -4,13 +4,14 @@ Interval arithmetic on one time axis. Every instant of the step belongs to exact
 sum to the step time. An instant is given to the first of these that is going on:
 
 1. a kernel or copy kernel on the compute stream;
-2. a collective that moves data (exposed communication; equal shares when several move at once);
-3. a copy between host and device, or an optimizer on the CPU (offload);
-4. a kernel on another stream, e.g. the casts of a gathering stream;
-5. a collective that was issued and has not started: it waits for other ranks. A send or recv then is a pipeline bubble,
+2. nothing there while the host sets the pace (`sim.report.numbers.behind`), whatever moves: the host is late;
+3. a collective that moves data (exposed communication; equal shares when several move at once);
+4. a copy between host and device, or an optimizer on the CPU (offload);
+5. a kernel on another stream, e.g. the casts of a gathering stream;
+6. a collective that was issued and has not started: it waits for other ranks. A send or recv then is a pipeline bubble,
    any other collective is exposed communication. At the end of a step, the sends and receives of the next one may be
    issued (`waits_between`): a stage that is through waits for the others then;
-6. nothing: the host is late.
+7. nothing: the host is late.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ class Spans:
     end_s: Floats
     key: Ints
     keys: int
+
+    @classmethod
+    def none(cls) -> Spans:
+        """No interval of a single row."""
+        return cls(np.zeros(0), np.zeros(0), np.zeros(0, dtype=np.int64), 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
 from sim.engine import Timeline
-from sim.hardware import Device
-from sim.hardware.whatif import scaled
 from sim.parallel import Lowered
-from sim.program import Kind, Program
 from sim.scenario.fields.schema import Inference, Scenario
 
 
@@ -77,19 +73,3 @@ def section_end_s(timeline: Timeline, number: int) -> float:
     """When the last run of a section has ended on every class."""
     return max(float(run.end_s.max()) + (run.repeats - 1) * run.delta_s
                for runs in timeline.classes for run in runs if run.section == number)
-
-
-def waits_for_memory(program: Program, device: Device) -> bool:
-    """Whether a tenth more memory bandwidth would shorten the kernels of a step more than a tenth more arithmetic: in
-    the generation of tokens every weight is read for one row per sequence."""
-    faster = [faster_device.times(program.kernels)
-              for faster_device in (scaled(device, memory_bandwidth=1.1), scaled(device, arithmetic=1.1))]
-    runs = Counter(program.section_runs())
-    balance = 0.0
-    for number, times in runs.items():
-        section = program.sections[number]
-        for kind, payload in zip(section.kind, section.payload, strict=True):
-            if kind == Kind.KERNELS:
-                rows = [row for row in program.segments[payload].kernels if row >= 0]
-                balance += times * float(faster[1][rows].sum() - faster[0][rows].sum())
-    return balance > 0

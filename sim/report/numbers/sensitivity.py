@@ -5,64 +5,43 @@ Each resource costs one more simulation, so this is worked out only when asked f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
-from sim.engine import Machine, simulate
-from sim.hardware.whatif import scaled
-from sim.program import Job, Program
-from sim.report.numbers.bounding import MORE
-
-#: Keys of `sensitivity`, in order. Latency grows too: its change is positive.
-RESOURCES = ("tensor_cores", "memory_bandwidth", "intra_node", "network", "latency", "host")
+from sim.engine import Machine
+from sim.program import Job
+from sim.report.numbers.more import OFFLOAD, RESOURCES, offloads, step_with_more
 
 
-def sensitivity(job: Job, machine: Machine, step_s: float, at_least_s: float = 0.0) -> dict[str, float]:
+def sensitivity(job: Job, machine: Machine, step_s: float, at_least_s: float = 0.0,
+                added_s: float = 0.0) -> dict[str, float]:
     """Change of the step for 10% more of each resource, as a fraction of `step_s`.
 
     tensor_cores: their peak, at the same power. intra_node, network: bandwidth of the links inside and between nodes.
-    latency: of every collective. host: speed of everything the host does.
+    latency: of every collective. host: speed of everything the host does to keep the GPU busy. offload: bandwidth of
+    copies to host and disks, and speed of an optimizer on the CPU, for jobs that have any.
 
     Args:
         job: what ran.
         machine: what it ran on.
         step_s: its step.
-        at_least_s: what a step takes at least, whatever the machine (reading the data).
+        at_least_s: what its tasks take at least, whatever the machine (reading the data).
+        added_s: what comes on top of them (the allocator's retries, pages).
     """
-    network = machine.network
-    def step(other: Machine) -> float:
-        return max(simulate(other.job, other).step_time_s, at_least_s)
-
-    def links(intra: float, inter: float, latency: float) -> Machine:
-        return Machine(machine.devices, None if network is None else network.scaled(intra, inter, latency), job)
-    found = {
-        "tensor_cores": Machine([scaled(d, arithmetic=MORE) for d in machine.devices], network, job),
-        "memory_bandwidth": Machine([scaled(d, memory_bandwidth=MORE) for d in machine.devices], network, job),
-        "intra_node": links(MORE, 1.0, 1.0), "network": links(1.0, MORE, 1.0), "latency": links(1.0, 1.0, MORE),
-        "host": Machine(machine.devices, network, with_faster_host(job, MORE))}
-    return {name: step(found[name]) / step_s - 1.0 for name in RESOURCES}
+    def change(resource: str) -> float:
+        return (max(step_with_more(job, machine, resource), at_least_s) + added_s) / step_s - 1.0
+    return {resource: change(resource) for resource in (*RESOURCES, *([OFFLOAD] if offloads(job) else []))}
 
 
-def bound_by(changes: Mapping[str, float], bubble_share: float) -> str:
+def bound_by(changes: Mapping[str, float], bubble: float, waits: float = 0.0, paging: float = 0.0) -> str:
     """Where the next 10% would help most (`bound` of result.md).
 
     Args:
         changes: of `sensitivity`.
-        bubble_share: the pipeline's bubble as a share of the step; a tenth of it is what a tenth less would save.
+        bubble: what 10% less of the pipeline's bubble would save, as a share of the step.
+        waits: what 10% more of storage would, and 10% less of the allocator's retries; paging: of pages.
     """
     saved = {"compute": -changes["tensor_cores"],
-             "communication": -changes["intra_node"] - changes["network"] + changes["latency"],
-             "memory_bandwidth": -changes["memory_bandwidth"], "host": -changes["host"],
-             "pipeline": (1.0 - 1.0 / MORE) * bubble_share}
+             "communication": -changes["intra_node"] - changes["network"] + changes["latency"]
+             - changes.get(OFFLOAD, 0.0) + paging,
+             "memory_bandwidth": -changes["memory_bandwidth"], "host": -changes["host"] + waits, "pipeline": bubble}
     return max(saved, key=lambda name: saved[name])
-
-
-def with_faster_host(job: Job, factor: float) -> Job:
-    """The job with every host time divided by `factor`."""
-    def shorter(times_s: Sequence[float]) -> list[float]:
-        return [t / factor for t in times_s]
-
-    def program(one: Program) -> Program:
-        return replace(one, segments=[replace(s, host_s=tuple(shorter(s.host_s))) for s in one.segments],
-                       sections=[replace(s, host_s=shorter(s.host_s)) for s in one.sections])
-    return replace(job, programs=[program(p) for p in job.programs])

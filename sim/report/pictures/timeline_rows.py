@@ -13,10 +13,12 @@ import numpy.typing as npt
 
 from sim.engine import SectionRun
 from sim.memory.curve import host_spans
-from sim.program import Kind, Program
+from sim.program import ON_CPU, Kind, Program
+from sim.report.numbers.behind import launch_s
 from sim.report.numbers.breakdown import COMPUTE_STREAM, across, between_stages
-from sim.report.numbers.exposure import Spans, axis, owner, waits_between
+from sim.report.numbers.exposure import Spans
 from sim.report.numbers.inside import Inside
+from sim.report.pictures.timeline_waits import waits_of
 from sim.report.result import Result
 from sim.scenario import Scenario
 
@@ -138,7 +140,10 @@ class _Collected:
     between: list[npt.NDArray[np.bool_]] = field(default_factory=list)
     start_s: list[Floats] = field(default_factory=list)
     end_s: list[Floats] = field(default_factory=list)
-    issued_s: list[Floats] = field(default_factory=list)
+    issue_s: list[Floats] = field(default_factory=list)
+    launch_s: list[Floats] = field(default_factory=list)
+    took_s: list[Floats] = field(default_factory=list)
+    outside: list[npt.NDArray[np.bool_]] = field(default_factory=list)
     starved_s: list[Floats] = field(default_factory=list)
     host_s: list[tuple[Floats, Floats]] = field(default_factory=list)
 
@@ -153,7 +158,9 @@ class _Fixed:
     text: Ints
     phase: Ints
     between: npt.NDArray[np.bool_]
+    outside: npt.NDArray[np.bool_]
     host_s: Floats
+    launch_s: Floats
 
 
 @dataclass(slots=True)
@@ -209,7 +216,8 @@ def rows_of(result: Result) -> Rows:
             chained.add(program, inside, fixed, one, keys)
             micro_steps += _micro_step(program, fixed, one, keys)
     columns = {name: np.concatenate(getattr(all_runs, name)) for name in
-               ("kind", "stream", "key", "text", "phase", "between", "start_s", "end_s", "issued_s", "starved_s")}
+               ("kind", "stream", "key", "text", "phase", "between", "outside", "start_s", "end_s", "issue_s",
+                "launch_s", "took_s", "starved_s")}
     names, bars = _streams(program, columns, list(keys))
     names.insert(0, "host")
     bars.insert(0, _host(all_runs, columns))
@@ -217,7 +225,7 @@ def rows_of(result: Result) -> Rows:
         if number in chained.bars:
             names.insert(2, name)
             bars.insert(2, chained.row(number))
-    exposed, bubbles, waits = _waits(columns, chained.spans(), result.step_time_s)
+    exposed, bubbles, waits = waits_of(columns, chained.spans(), result.step_time_s)
     for name, spans in ((EXPOSED, exposed), (BUBBLE, bubbles), (LATE, waits)):
         bars[1] = _joined(bars[1], spans, keys.setdefault(name, len(keys)))
     within = [m for m in micro_steps if m[0] < result.step_time_s]
@@ -289,9 +297,10 @@ def close_look(rows: Rows, start_s: float, end_s: float) -> tuple[str, tuple[flo
 def _fixed(program: Program, number: int, keys: dict[str, int], texts: dict[str, int],
            groups: Collection[str]) -> _Fixed:
     section = program.sections[number]
-    names, shown, phases, between = [], [], [], []
+    names, shown, phases, between, outside = [], [], [], [], []
     for kind, payload, label in zip(section.kind, section.payload, section.label, strict=True):
-        layer, phase, _ = program.labels[label]
+        layer, phase, told = program.labels[label]
+        outside.append(kind == Kind.HOST and told.endswith(ON_CPU))
         phase = phase if phase in _PHASES else OTHER
         if kind == Kind.COLLECTIVE:
             name = program.collectives[payload].kind
@@ -305,10 +314,12 @@ def _fixed(program: Program, number: int, keys: dict[str, int], texts: dict[str,
         phases.append(keys.setdefault(phase, len(keys)))
         names.append(keys.setdefault(name, len(keys)))
         shown.append(texts.setdefault(layer, len(texts)))
-    return _Fixed(np.array(section.kind, dtype=np.int64), np.array(section.stream, dtype=np.int64),
+    kinds = np.array(section.kind, dtype=np.int64)
+    return _Fixed(kinds, np.array(section.stream, dtype=np.int64),
                   np.array(names, dtype=np.int64), np.array(shown, dtype=np.int64),
-                  np.array(phases, dtype=np.int64), np.array(between, dtype=bool),
-                  np.array(section.host_s, dtype=np.float64))
+                  np.array(phases, dtype=np.int64), np.array(between, dtype=bool), np.array(outside, dtype=bool),
+                  np.array(section.host_s, dtype=np.float64),
+                  launch_s(program, kinds, np.array(section.payload, dtype=np.int64)))
 
 
 def _collect(to: _Collected, program: Program, fixed: _Fixed, run: SectionRun) -> None:
@@ -320,7 +331,10 @@ def _collect(to: _Collected, program: Program, fixed: _Fixed, run: SectionRun) -
     to.between.append(fixed.between)
     to.start_s.append(run.start_s)
     to.end_s.append(run.end_s)
-    to.issued_s.append(run.issue_s + fixed.host_s)
+    to.issue_s.append(run.issue_s)
+    to.launch_s.append(fixed.launch_s)
+    to.took_s.append(fixed.host_s)
+    to.outside.append(fixed.outside)
     to.starved_s.append(run.starved_s)
     if len(fixed.kind):
         to.host_s.append(host_spans(program.sections[run.section], run))
@@ -370,7 +384,7 @@ def _told(columns: dict[str, npt.NDArray[np.generic]], rows: Ints, keys: Sequenc
 def _host(collected: _Collected, columns: dict[str, npt.NDArray[np.generic]]) -> Bars:
     start = np.concatenate([s for s, _ in collected.host_s])
     end = np.concatenate([e for _, e in collected.host_s])
-    issued = np.asarray(columns["issued_s"], dtype=np.float64)
+    issued = np.add(*(np.asarray(columns[name], dtype=np.float64) for name in ("issue_s", "took_s")))
     busy = np.where(columns["kind"] == Kind.HOST, end, np.minimum(issued, end))
     issues = {**columns, "key": columns["phase"]}  # the host's row tells how far ahead it is, not what it sends
     return _bars(issues, np.arange(len(start)), start, busy, np.zeros(len(start)))
@@ -389,37 +403,3 @@ def _joined(bars: Bars, spans: Floats, key: int) -> Bars:
     return Bars(np.concatenate((bars.start_s, spans[:, 0])), np.concatenate((bars.end_s, spans[:, 1])),
                 np.concatenate((bars.key, np.full(count, key))), np.concatenate((bars.text, np.full(count, -1))),
                 np.concatenate((bars.share, np.ones(count))))
-
-
-def _waits(columns: dict[str, npt.NDArray[np.generic]], chained: Spans,
-           step_time_s: float) -> tuple[Floats, Floats, Floats]:
-    """Stretches of exposed communication, of waiting for another stage and of waiting for the host, by the precedence
-    of `sim.report.numbers.exposure`; collectives inside of tasks of kernels come before those."""
-    kind, stream, between = columns["kind"], columns["stream"], np.asarray(columns["between"], dtype=bool)
-    start, end = (np.asarray(columns[name], dtype=np.float64) for name in ("start_s", "end_s"))
-    issued = np.asarray(columns["issued_s"], dtype=np.float64)
-    kernels = (kind == Kind.KERNELS) & (stream == COMPUTE_STREAM)
-    aside = (kind == Kind.KERNELS) & (stream != COMPUTE_STREAM)
-    calls = kind == Kind.COLLECTIVE
-    layers = [chained, _layer(start, end, kernels), _layer(start, end, calls), _layer(start, end, kind == Kind.COPY),
-              _layer(start, end, aside), _waits_between(issued, start, calls & between, step_time_s),
-              _layer(issued, start, calls & ~between)]
-    on = axis(layers, step_time_s)
-    given = owner(on, layers)
-    exposed, bubble, late = (given == 0) | (given == 2) | (given == 6), given == 5, given == len(layers)
-    return _stretches(on.cuts, exposed), _stretches(on.cuts, bubble), _stretches(on.cuts, late)
-
-
-def _waits_between(issued_s: Floats, start_s: Floats, rows: npt.NDArray[np.bool_], step_time_s: float) -> Spans:
-    return waits_between(issued_s[rows], start_s[rows], np.zeros(int(rows.sum()), dtype=np.int64), 1, step_time_s)
-
-
-def _layer(start_s: Floats, end_s: Floats, rows: npt.NDArray[np.bool_]) -> Spans:
-    count = int(rows.sum())
-    return Spans(start_s[rows], end_s[rows], np.zeros(count, dtype=np.int64), 1)
-
-
-def _stretches(cuts: Floats, chosen: npt.NDArray[np.bool_]) -> Floats:
-    """Neighbouring chosen pieces as one stretch each, shape (n, 2)."""
-    edges = np.diff(np.concatenate(([0], chosen.astype(np.int64), [0])))
-    return np.stack((cuts[np.flatnonzero(edges == 1)], cuts[np.flatnonzero(edges == -1)]), axis=1)

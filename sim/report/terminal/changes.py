@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.padding import Padding
 from rich.text import Text
 
 from sim.report.advice.combined import DEAR
@@ -19,19 +18,21 @@ _CHANGES = 5
 #: Of them, how many on more GPUs stand beside those on as many.
 _ON_MORE = 2
 #: Characters of options on a line, the least a terminal has less the indent.
-_OPTIONS_WIDTH = 76
+_OPTIONS_WIDTH, _INDENT = 76, 4
 _SEARCHES = ("'drystep size' searches whole layouts", "'drystep size' searches ways to serve")
 #: What is said of a job that fits where nothing is free (`Change.filled`; "" = tensors take all to the last byte).
 _FILLED = {"": "to the last byte", "short": "only just (the allocator runs short)",
            "cache": "the allocator's cache takes what is left", "pages": "unified memory takes what is left"}
 
 
-def changes_lines(changes: Sequence[Change], most: int = _CHANGES, request: bool = False) -> list[Any]:
+def changes_lines(changes: Sequence[Change], most: int = _CHANGES, request: bool = False,
+                  width: int = 80) -> list[Any]:
     """What would make a job fit that does not, cheapest first; else what comes closest. What leaves no memory free is
     not told behind a cheaper change that does, of which the cheapest is always told.
 
     Args:
         request: whether it is one of inference.
+        width: of the terminal; an option that is wider is left whole, for it is there to be copied.
     """
     fitting = [change for change in changes if change.fits]
     search = _SEARCHES[request]
@@ -43,13 +44,13 @@ def changes_lines(changes: Sequence[Change], most: int = _CHANGES, request: bool
     shown = _first(here, most - min(len(more), _ON_MORE))
     lines = [Text(_head([c for c in fitting if not c.more_gpus]), style="bold")] if here else []
     for c in shown:
-        lines += _change_lines(c, request)
+        lines += _change_lines(c, request, width)
     if more:
         lines.append(Text("on more GPUs it would fit with" if here else
                           "nothing that was tried makes it fit on as many GPUs; on more it would with", style="bold"))
     shown_more = _first(more, most - len(shown))
     for c in shown_more:
-        lines += _change_lines(c, request)
+        lines += _change_lines(c, request, width)
     rest = len(fitting) - len(shown) - len(shown_more)
     below = [f"  and {rest} more, dearer ones or such that leave nothing free (--json has all)"] if rest > 0 else []
     below += [f"  {search}"] if min(c.gpu_time or 1.0 for c in fitting) > DEAR else []
@@ -77,9 +78,10 @@ def _head(here: Sequence[Change]) -> str:
     return f"no single change makes it fit; {many} at once would"
 
 
-def _change_lines(c: Change, request: bool) -> list[Any]:
+def _change_lines(c: Change, request: bool, width: int) -> list[Any]:
+    options = _options(c.set, min(_OPTIONS_WIDTH, width - _INDENT))
     return [Text(f"  {c.what}: {_room(c)}, {_cost(c, request)}"),
-            *(Padding(Text(line, style="dim"), (0, 0, 0, 4), expand=False) for line in _options(c.set))]
+            *(Text(" " * _INDENT + line, style="dim", no_wrap=True, overflow="ignore") for line in options)]
 
 
 def _room(c: Change) -> str:
@@ -89,12 +91,12 @@ def _room(c: Change) -> str:
     return _FILLED[c.filled]
 
 
-def _options(sets: Mapping[str, Any]) -> list[str]:
+def _options(sets: Mapping[str, Any], width: int) -> list[str]:
     """The command line's options for a change, as few lines as hold them; a line ends where an option does."""
     lines = [""]
     for text in said(sets):
         option = f"--set {shlex.quote(text)}"
-        if lines[-1] and len(lines[-1]) + len(option) >= _OPTIONS_WIDTH:
+        if lines[-1] and len(lines[-1]) + len(option) >= width:
             lines.append("")
         lines[-1] = f"{lines[-1]} {option}".strip()
     return lines

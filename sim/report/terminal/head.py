@@ -53,7 +53,7 @@ def headline(result: Result) -> list[Any]:
     what, per_second = "tokens", result.tokens_per_second
     if not has_tokens(result.scenario):
         what, per_second = "samples", result.samples_per_second
-    grid = Table.grid(padding=(0, 3))
+    grid = _grid()
     grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
         (seconds(result.step_time_s), "per step"), (rate(per_second), f"{what}/s"),
         (rate(per_second / result.gpus), f"{what}/s/GPU"))))
@@ -62,6 +62,14 @@ def headline(result: Result) -> list[Any]:
         (f"{result.model_tflops_per_gpu:.1f}", f"of {result.peak_flops_per_gpu / 1e12:.0f} TFLOP/s/GPU"),
         (f"{100 * result.hfu:.1f}%", "HFU"))))
     return [*lines, grid]
+
+
+def _grid() -> Table:
+    """Three figures a row, with what they are of; a narrow terminal breaks words, and cuts none."""
+    grid = Table.grid(padding=(0, 3))
+    for _ in range(3):
+        grid.add_column(overflow="fold")
+    return grid
 
 
 def _cards(scenario: Scenario, gpu: str) -> str:
@@ -131,7 +139,7 @@ def _request(scenario: Scenario, run: InferenceRun) -> str:
 
 def _inference(result: Result, served: InferenceResult) -> list[Any]:
     """What a request takes, and how a token slows down as the cache grows."""
-    grid = Table.grid(padding=(0, 3))
+    grid = _grid()
     if result.scenario.model.kind == "encoder":
         grid.add_row(*(Text.assemble((value, "bold"), f" {unit}") for value, unit in (
             (seconds(result.step_time_s), "per pass"), (rate(result.samples_per_second), "sequences/s"),

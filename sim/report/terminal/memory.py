@@ -14,6 +14,7 @@ from sim.report.memory_plan import MemoryPlan, StageMemory
 from sim.report.numbers.memory import MemoryResult
 from sim.report.terminal.changes import changes_lines
 from sim.report.terminal.head import described
+from sim.report.terminal.narrow import fitted
 from sim.report.terminal.render import host_line, largest_lines, memory_bar, memory_verdict
 from sim.report.units import size
 from sim.report.words import forward_of, written
@@ -25,6 +26,8 @@ _COLUMNS, _ROWS, _ENDS = 8, 16, 4
 _HEADS = dict(zip(PHASES, ("after init", "end of forward", "backward", "optimizer step"), strict=True))
 #: Changes listed of a job that does not fit.
 _CHANGES = 10
+#: Columns that numbers of all phases take, with a few for what they are of.
+_PHASES_WIDTH = 52
 #: Lost inside blocks or held by the driver: no tensors.
 _NO_TENSORS = ("fragmentation", "context")
 
@@ -36,19 +39,20 @@ def render_memory(plan: MemoryPlan, to: Console, every_stage: bool = False) -> N
         every_stage: print the phases of every stage of a pipeline, however many.
     """
     memory = plan.memory
+    changes = changes_lines(plan.changes, _CHANGES, plan.scenario.training.mode != "train", to.width)
     to.print(Group(*described(plan.scenario, plan.gpu), Text(), memory_bar(memory, to.width), *host_line(memory),
-                   memory_verdict(memory), *_peak(plan),
-                   *changes_lines(plan.changes, _CHANGES, plan.scenario.training.mode != "train"), Text()))
+                   memory_verdict(memory), *_peak(plan), *changes, Text()), crop=False)
     if len(plan.stages) > 1:
-        to.print(_stages_table(plan, every_stage), Text())
+        to.print(fitted(_stages_table(plan, every_stage), to.width), Text())
     every = every_stage or len(plan.stages) <= FEW_STAGES
     for stage in plan.stages if every else [plan.fullest]:
-        to.print(_title(stage, plan), _phases_table(stage.memory), Text())
+        to.print(_title(stage, plan), _phases_table(stage.memory, to.width), Text())
     if not every:
         to.print(Text(f"the phases of the other {len(plan.stages) - 1} stages: --stages", style="dim"), Text())
     to.print(Group(*largest_lines(plan.largest), Text(),
                    Text(f"rules of thumb, per GPU, {plan.parameters / 1e9:.4g}B parameters", style="bold"),
-                   _rules_table(plan), *(Text.assemble(("! ", "bold yellow"), w) for w in plan.memory.warnings)))
+                   fitted(_rules_table(plan), to.width, label=3),
+                   *(Text.assemble(("! ", "bold yellow"), w) for w in plan.memory.warnings)))
 
 
 def render_memory_sweep(plans: Sequence[MemoryPlan], skipped: Sequence[Mapping[str, Any]], axes: Sequence[str],
@@ -64,7 +68,7 @@ def render_memory_sweep(plans: Sequence[MemoryPlan], skipped: Sequence[Mapping[s
                           size(memory.reserved_bytes), size(memory.device_used_bytes), size(memory.headroom_bytes),
                           Text("yes", style="green") if memory.fits else Text("no", style="bold red"),
                           most.replace("_", " "))
-        to.print(Text(plans[0].scenario.name, style="bold"), table)
+        to.print(Text(plans[0].scenario.name, style="bold"), fitted(table, to.width, len(axes) + 5), crop=False)
     for point in skipped:
         sets = ", ".join(f"{k}={written(v)}" for k, v in point["set"].items())
         to.print(Text.assemble(("skipped ", "yellow"), f"{sets}: {point['reason']}"))
@@ -129,9 +133,10 @@ def _stage_rows(plan: MemoryPlan, every_stage: bool) -> Table:
     return table
 
 
-def _phases_table(memory: MemoryResult) -> Table:
-    """Categories by phase and at the peak in GiB; below them what is allocated, reserved and on the device."""
-    phases, peak = memory.use.phases, memory.at_peak
+def _phases_table(memory: MemoryResult, width: int) -> Table:
+    """Categories by phase and at the peak in GiB; below them what is allocated, reserved and on the device. A terminal
+    too narrow for the phases has the peak alone."""
+    phases, peak = memory.use.phases if width >= _PHASES_WIDTH else {}, memory.at_peak
     columns = [*(phases[name] for name in phases), peak]
     table = _table("GiB", *(_HEADS[name] for name in phases), "at the peak", left=1)
     for name in CATEGORIES:
@@ -146,7 +151,7 @@ def _phases_table(memory: MemoryResult) -> Table:
     table.add_row(Text("device", style="bold"), *blank, _gib(memory.device_used_bytes))
     table.add_row("capacity", *blank, _gib(memory.capacity_bytes))
     table.add_row(Text("free", style="bold" if memory.fits else "bold red"), *blank, _gib(memory.headroom_bytes))
-    return table
+    return fitted(table, width)
 
 
 def _outside(memory: MemoryResult) -> Iterator[tuple[str, int]]:

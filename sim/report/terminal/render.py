@@ -33,11 +33,17 @@ _COLOURS = {"gemm": "green", "attention": "bright_green", "memory_bound": "cyan"
             "communication": "red", "pipeline_bubble": "magenta", "host": "yellow", "offload": "bright_red"}
 #: Rows with less of the step than this would print as 0.0% and are left out.
 _SMALLEST_SHARE = 0.0005
+#: Waiting for the host from this share of a step on is part of what hides communication.
+_FELT = 0.01
+#: Exposed communication that a fast network would not save is explained from this share of a step on.
+_MUCH_KEPT = 0.05
 #: Columns of catalogues whose names are too long for a table head.
 _HEADS = {"architecture": "arch", "half_tflops": "half TF", "fp8_tflops": "fp8 TF", "memory_gib": "GiB",
           "bandwidth_gb_s": "GB/s", "power_limit_w": "W", "gpus_per_node": "GPUs", "sms": "SMs",
           "host_forward_us": "fwd µs", "host_backward_us": "bwd µs", "host_collective_us": "call µs",
           "clips_gradients": "clips", "parameters_b": "10⁹ params"}
+#: Shorter bars tell nothing: they go first on a narrow terminal.
+_LEAST_BAR = 6
 _PIPE_WIDTH = 200
 _UNBOUND = 10_000
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -59,8 +65,9 @@ def render(result: Result, to: Console) -> None:
     """Print the report of one run, each part before what the next one has to simulate: advice takes the longest."""
     to.print(Group(*headline(result), Text(), *_breakdown(result, to.width), Text()))
     to.print(Group(*_bound(result), *trouble_lines(result), Text(), *_memory(result, to.width)))
-    to.print(Group(*changes_lines(result.changes, request=result.scenario.training.mode != "train"),
-                   *largest_lines(result.largest), *stage_lines(result), *budget_lines(result), *_notes(result)))
+    to.print(Group(*changes_lines(result.changes, request=result.scenario.training.mode != "train", width=to.width),
+                   *largest_lines(result.largest), *stage_lines(result, to.width), *budget_lines(result),
+                   *_notes(result)), crop=False)
 
 
 def as_text(result: Result, width: int = 100) -> str:
@@ -152,13 +159,16 @@ def _rows(result: Result) -> Iterable[tuple[str, float, str]]:
 def _breakdown(result: Result, width: int) -> list[Any]:
     step = result.step_time_s
     rows = [row for row in _rows(result) if row[1] > _SMALLEST_SHARE * step]
-    name_width = max((len(name) for name, _, _ in rows), default=0)
-    room = max(6, min(48, width - name_width - 19))
+    figures = [(seconds(value), f"{100 * value / step:.1f}%") for _, value, _ in rows]
+    columns = [max((len(row[column]) for row in figures), default=0) for column in range(2)]
+    name_width = min(max((len(name) for name, _, _ in rows), default=0), max(4, width - sum(columns) - 2))
+    room = min(48, width - name_width - sum(columns) - 3)
     grid = Table.grid(padding=(0, 1))
-    for column in range(4):
-        grid.add_column(justify="right" if column in (1, 2) else "left", no_wrap=True)
-    for name, value, colour in rows:
-        grid.add_row(name, seconds(value), f"{100 * value / step:.1f}%", Text(bar(value / step, room), style=colour))
+    grid.add_column(width=name_width, overflow="fold")
+    for column_width in columns:
+        grid.add_column(justify="right", no_wrap=True, width=column_width)
+    for (name, value, colour), told in zip(rows, figures, strict=True):
+        grid.add_row(name, *told, *([Text(bar(value / step, room), style=colour)] if room >= _LEAST_BAR else []))
     return [Text("where the step goes", style="bold"), grid]
 
 
@@ -169,8 +179,10 @@ def _bound(result: Result) -> list[Any]:
     lines = [Text.assemble("bound by ", (bound(by, result.inference is not None), "bold"))]
     if total > 0:
         hidden = 100 * max(0.0, 1 - exposed / total)
+        behind = "compute and the host's work" if result.waits["host"] > _FELT * result.step_time_s else "compute"
         lines.append(Text(f"communication: {seconds(total)} on the wire, {hidden:.0f}% hidden "
-                          f"behind compute; {result.slowdown:.3f}× the step on an infinitely fast network"))
+                          f"behind {behind}; {result.slowdown:.3f}× the step on an infinitely fast network"
+                          f"{_kept_waits(result, exposed)}"))
         if result.breakdown.contention > _SMALLEST_SHARE * result.step_time_s:
             longer = seconds(result.breakdown.contention)
             lines.append(Text(f"kernels take {longer} longer because collectives hold SMs and memory bandwidth"))
@@ -185,6 +197,15 @@ def _bound(result: Result) -> list[Any]:
     if result.validated.count:
         lines.append(Text(str(result.validated), style="dim"))
     return list(lines)
+
+
+def _kept_waits(result: Result, exposed_s: float) -> str:
+    """Why an infinitely fast network saves less than is exposed, where it does: other things are waited for then."""
+    saved_s = result.step_time_s * (1.0 - 1.0 / result.slowdown)
+    if exposed_s - saved_s < _MUCH_KEPT * result.step_time_s:
+        return ""
+    return (f", which saves {seconds(max(saved_s, 0.0))} of the {seconds(exposed_s)} exposed: the rest would be "
+            "waited for others or the host")
 
 
 def _memory(result: Result, width: int) -> list[Any]:

@@ -10,23 +10,26 @@ from rich.text import Text
 
 from sim.report.numbers.stages import StageUse, critical
 from sim.report.result import Result
+from sim.report.terminal.narrow import fitted
 from sim.report.units import seconds, size
 
 #: Of more stages only the first, the last, the critical and the fullest are listed.
 _MOST, _ENDS = 16, 4
 #: Stages whose work differs by less than this share are equally slow.
 _ALIKE = 0.002
+_HEADS = ("stage", "blocks", "busy", "bubble", "transfers", "collectives", "host", "allocated")
+#: Of terminals narrower than so many columns.
+_SHORT, _WIDE = ("#", "blk", "busy", "bub.", "sent", "coll.", "cpu", "alloc."), 72
 
 
-def stage_lines(result: Result) -> list[Any]:
+def stage_lines(result: Result, width: int = 100) -> list[Any]:
     """A table of stages and the critical one by name; nothing without a pipeline."""
     stages = result.stages
     if not stages:
         return []
     step = result.step_time_s
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for number, head in enumerate(("stage", "blocks", "busy", "bubble", "transfers", "collectives", "host",
-                                   "allocated")):
+    for number, head in enumerate(_HEADS if width >= _WIDE else _SHORT):
         table.add_column(head, justify="left" if number == 0 else "right", no_wrap=True)
     slowest, shown = critical(stages), _shown(stages)
     for before, stage in zip([None, *shown[:-1]], shown, strict=True):
@@ -36,7 +39,8 @@ def stage_lines(result: Result) -> list[Any]:
         waits = (stage.bubble_s, stage.transfers_s, stage.collectives_s, stage.host_s)
         table.add_row(str(stage.stage), str(stage.blocks), _share(stage.busy_s, step),
                       *(_share(s, step) for s in waits), size(stage.peak_allocated_bytes), style=style)
-    return [Text(), Text("stages, share of the step", style="bold"), table, _verdict(stages, slowest)]
+    return [Text(), Text("stages, share of the step", style="bold"), fitted(table, width),
+            _verdict(stages, slowest)]
 
 
 def _verdict(stages: Sequence[StageUse], slowest: StageUse) -> Text:

@@ -149,3 +149,17 @@ BetweenFailures = Annotated[float, BeforeValidator(BETWEEN_FAILURES.read), Field
                             _schema(BETWEEN_FAILURES)]
 Mib = Annotated[float, BeforeValidator(MIB.read), Field(gt=0, le=1e6), _schema(MIB)]
 Watts = Annotated[float, BeforeValidator(WATTS.read), Field(gt=0, le=1e5), _schema(WATTS)]
+
+
+def figure(field: str, value: Any) -> tuple[Any, str]:
+    """A figure of a result that a person wrote, in the result's unit: text with a unit is read as the field's name says
+    (`..._bytes`, `..._s`), all else is left as it is. Second what is wrong with the text, or ""."""
+    parts = field.split(".")
+    sizes = parts[-1].endswith("_bytes") or (parts[0] == "memory" and parts[1:2] in (["at_peak"], ["phases"]))
+    seconds = parts[-1].endswith("_s") or parts[0] in ("breakdown_s", "communication_s")
+    if not isinstance(value, str) or not (sizes or seconds):
+        return value, ""
+    try:
+        return (_SAMPLE if sizes else SECONDS).read(value), ""
+    except PydanticCustomError as error:
+        return value, f"{error.message()} (write {'31 GB' if sizes else '1.2 s'}, or a plain number)"

@@ -20,6 +20,7 @@ import yaml
 
 from sim.catalog import folder
 from sim.errors import Fault, UserError, nearest
+from sim.scenario.fields.units import figure
 
 #: What a training case may have measured (all but `noise` and `relative_to` are compared).
 MEASURED = ("step_time_s", "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "oom", "relative_to",
@@ -79,7 +80,7 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
     `fsdp_paper` means the shipped `scenarios/published/fsdp_paper.yaml`. A file named twice is read once.
 
     Raises:
-        UserError: a path that is none of these.
+        UserError: a path that is none of these, or a folder without such files.
     """
     shipped = folder("scenarios") / "published"
     found: dict[Path, None] = {}
@@ -87,7 +88,10 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
     for given in map(Path, paths):
         inside = shipped / f"{given}.yaml"
         if given.is_dir():
-            found.update(dict.fromkeys(sorted(p for p in given.rglob("*") if p.suffix in (".yaml", ".yml", ".csv"))))
+            inside_it = sorted(p for p in given.rglob("*") if p.suffix in (".yaml", ".yml", ".csv"))
+            found.update(dict.fromkeys(inside_it))
+            if not inside_it:
+                faults.append(Fault("the folder holds no case files (.yaml, .csv)", file=str(given)))
         elif given.is_file():
             found[given] = None
         elif not given.is_absolute() and inside.is_file():
@@ -225,7 +229,7 @@ def _case(path: Path, kind: str, line: int, defaults: dict[str, Any], entry: dic
     if not isinstance(measured, dict) or not measured:
         check.fault("must be a mapping with at least one measurement", line, f"{name}.measured")
     elif kind == "training":
-        _check_measured(name, measured, line, check)
+        measured = _check_measured(name, measured, line, check)
     quality = entry.get("quality")
     if quality is not None and quality not in QUALITIES:
         check.fault(f"unknown quality {quality!r}; allowed: {', '.join(QUALITIES)}", line, f"{name}.quality",
@@ -236,10 +240,16 @@ def _case(path: Path, kind: str, line: int, defaults: dict[str, Any], entry: dic
                 quality, tuple(entry.get("assumed") or ()))
 
 
-def _check_measured(name: str, measured: dict[str, Any], line: int, check: _Checker) -> None:
-    for key, value in measured.items():
+def _check_measured(name: str, measured: dict[str, Any], line: int, check: _Checker) -> dict[str, Any]:
+    """What was measured, sizes and times with units in bytes and seconds."""
+    read: dict[str, Any] = {}
+    for key, given in measured.items():
         where = f"{name}.measured.{key}"
-        if key not in MEASURED:
+        value, wrong = figure(str(key), given)
+        read[key] = value
+        if wrong:
+            check.fault(wrong, line, where)
+        elif key not in MEASURED:
             check.fault(f"unknown measurement; allowed: {', '.join(MEASURED)}", line, where,
                         nearest(str(key), MEASURED))
         elif key == "oom" and not isinstance(value, bool):
@@ -248,6 +258,7 @@ def _check_measured(name: str, measured: dict[str, Any], line: int, check: _Chec
             check.fault(f"must be a positive number, not {value!r}", line, where)
     if ("relative_to" in measured) != ("ratio" in measured):
         check.fault("'relative_to' and 'ratio' belong together", line, f"{name}.measured")
+    return read
 
 
 def _positive(value: Any, zero: bool = False) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 from sim.validation.statistics import MEMORY_KEYS, Record
 from sim.validation.words.misses import Miss
 
+#: So many cases are named of those that are not compared for a reason.
+_NAMED = 3
 HEADLINE = ("source", "cases", "coverage", "compared", "mean", "median", "p90", "worst", "bias")
 
 
@@ -53,6 +55,12 @@ def exact(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return [(name.removesuffix(".yaml"), str(g["cases"]), percent(g["coverage"]), str(g["exact"]["compared"]),
              str(g["exact"]["equal"]), str(g["exact"]["unequal"]))
             for name, g in summary["files"].items() if "exact" in g]
+
+
+def such_as(records: Sequence[Record], status: str, reason: str) -> str:
+    """The first few cases that are not compared for a reason."""
+    names = [r["id"] for r in records if (r["status"], r.get("reason")) == (status, reason)]
+    return ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
 
 
 def reasons(records: Sequence[Record]) -> list[tuple[str, str, str]]:

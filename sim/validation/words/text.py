@@ -37,7 +37,8 @@ def render(validation: Validation, console: Console) -> None:
     unequal = [(r["id"], r["reason"]) for r in validation.records if r["status"] == "ok" and r.get("reason")]
     print_table(console, "Not equal", ("case", "first difference"), unequal[:10])
     missing = table.reasons(validation.records)
-    print_table(console, "Not compared", ("status", "reason", "cases"), missing[:_REASONS])
+    named = [(*row, table.such_as(validation.records, *row[:2])) for row in missing[:_REASONS]]
+    print_table(console, "Not compared", ("status", "reason", "cases", "such as"), named)
     if len(missing) > _REASONS:
         console.print(f"… and {sum(int(m[2]) for m in missing[_REASONS:])} cases for other reasons (see --json)")
     oom = summary["overall"]["oom"]

@@ -158,7 +158,7 @@ def test_what_the_allocator_wastes_is_no_part_of_what_is_too_much() -> None:
 
 def test_a_line_of_options_ends_where_an_option_does() -> None:
     sets = {f"training.field_{number}": 12345 for number in range(6)}
-    lines = [str(line.renderable) for line in changes_lines([Change(sets, "much", True, 1, 8, 1.0, 1.0, 1.0)])[2:]]
+    lines = [str(line)[4:] for line in changes_lines([Change(sets, "much", True, 1, 8, 1.0, 1.0, 1.0)])[2:]]
     assert len(lines) > 1 and all(line.startswith("--set ") and len(line) <= 80 for line in lines)
     assert " ".join(lines).split() == [word for field in sets for word in ("--set", f"{field}=12345")]
 

@@ -9,7 +9,8 @@ import pytest
 import sim
 from sim.hardware import Device, gpu
 from sim.hardware.whatif import scaled
-from sim.report.numbers.sensitivity import MORE, RESOURCES, bound_by, with_faster_host
+from sim.report.numbers.more import MORE, RESOURCES, with_faster_host
+from sim.report.numbers.sensitivity import bound_by
 from sim.scenario import resolve
 from sim.work import Kernel
 
@@ -62,7 +63,9 @@ def test_every_bound_can_win() -> None:
             ("compute", {"tensor_cores": -0.05}, 0.1), ("memory_bandwidth", {"memory_bandwidth": -0.05}, 0.1),
             ("communication", {"intra_node": -0.01, "network": -0.01, "latency": 0.02}, 0.1),
             ("host", {"host": -0.05}, 0.1), ("pipeline", {"tensor_cores": -0.05}, 0.9)]:
-        assert bound_by(none | changes, bubble) == name
+        assert bound_by(none | changes, (1 - 1 / MORE) * bubble) == name
+    assert bound_by(none | {"offload": -0.05}, 0.0) == "communication"
+    assert bound_by(none, 0.0, waits=0.05) == "host" and bound_by(none, 0.0, paging=0.05) == "communication"
 
 
 @pytest.mark.parametrize("name", ["a100-80g-sxm", "h100-80g-sxm", "v100-32g-sxm"])
@@ -96,3 +99,13 @@ def test_a_faster_host_is_faster_everywhere() -> None:
     for one, two in zip(job.programs, other.programs, strict=True):
         assert [s.host_s for s in two.sections] == [[t / 2 for t in s.host_s] for s in one.sections]
         assert [s.host_s for s in two.segments] == [tuple(t / 2 for t in s.host_s) for s in one.segments]
+
+
+def test_an_optimizer_on_the_cpu_is_offload_and_no_launching() -> None:
+    """And what the allocator's retries add to a step is no resource's."""
+    one = sim.run("scenarios/gpt3-13b-zero-offload.yaml")
+    assert one.waits["allocator"] > 0.01 * one.step_time_s
+    found = one.ask_sensitivity()
+    assert found["offload"] < -0.05 and found["intra_node"] == pytest.approx(0.0, abs=1e-3)
+    assert found["host"] == pytest.approx(0.0, abs=1e-3)
+    assert one.bound == "communication"

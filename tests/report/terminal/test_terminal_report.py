@@ -22,9 +22,16 @@ Make = Callable[..., Result]
 def test_the_report_says_what_matters(result_of: Make) -> None:
     text = as_text(result_of(1))
     for words in ("by hand", "21 ms per step", "MFU", "exposed all-gather (shard, 8 ranks)", "exposed reduce-scatter",
-                  "matrix products", "waiting for the host", "bound by the tensor cores", "1.615× the step",
+                  "matrix products", "waiting for the host", "bound by communication", "1.615× the step",
                   "3.25 GiB", "optimizer states 2 GiB", "estimated from what", "simulated 1 of 8 ranks"):
         assert words in text, words
+
+
+def test_exposed_communication_that_a_fast_network_would_not_save_is_explained(result_of: Make) -> None:
+    result = result_of(1)
+    assert "which saves" not in as_text(result, 200)
+    result.slowdown = 1.05
+    assert "1.050× the step on an infinitely fast network, which saves 1 ms of the 8 ms exposed" in as_text(result, 200)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])

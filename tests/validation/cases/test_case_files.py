@@ -150,3 +150,18 @@ def test_a_table_may_have_other_columns_in_any_order_and_no_source(tmp_path: Pat
 def test_a_row_that_no_kernel_can_have_is_a_fault(tmp_path: Path, old: str, new: str, expected: str) -> None:
     assert any(expected in fault and "mine.csv:2" in fault
                for fault in faults(tmp_path, PRODUCTS.replace(old, new), "mine.csv"))
+
+
+def test_measurements_may_have_units(tmp_path: Path) -> None:
+    (first, _) = read(written(tmp_path, GOOD.replace("step_time_s: 1.5", "step_time_s: 1500 ms, "
+                                                     "peak_allocated_bytes: 31 GB, peak_reserved_bytes: 32 GiB"))).cases
+    assert first.measured == {"step_time_s": 1.5, "peak_allocated_bytes": 31e9, "peak_reserved_bytes": 32 * 2**30,
+                              "oom": False}
+    wrong = faults(tmp_path, GOOD.replace("step_time_s: 1.5", "peak_allocated_bytes: 31 km"))[0]
+    assert "cases.yaml:7: a.measured.peak_allocated_bytes: '31 km' has the unit 'km', which is not a size" in wrong
+
+
+def test_a_folder_without_case_files_is_said(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("none", encoding="utf-8")
+    with pytest.raises(UserError, match="the folder holds no case files"):
+        expand([tmp_path])
