@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sim.report.units import figure
 from sim.sizing.size import Sizing
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def draw(ax: Axes, found: Sizing) -> None:
     ax.set_xscale("log")
     ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.3g}"))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: figure(value)))
         axis.set_minor_formatter(NullFormatter())
     ax.set_ylim(bottom=0)
     ax.set_xlabel(f"{'USD' if found.wish.priced else 'GPU-hours'} per million tokens")
