@@ -72,6 +72,11 @@ class Wish:
         return (self.latency_s, self.first_token_s, self.throughput) != (None, None, None)
 
     @property
+    def limited(self) -> bool:
+        """Whether anything but memory rules layouts out."""
+        return self.served_limits or (self.deadline_s, self.budget) != (None, None) or self.margin_bytes > 0
+
+    @property
     def unlimited(self) -> Wish:
         """The same without limits; of requests what is nearest to them."""
         if self.served_limits:

@@ -61,7 +61,7 @@ def write_front(folder: Path, found: Sizing) -> Path:
         return served_picture.write(path, found)
     with look.style():
         made = look.figure(height)
-        proven = "no other layout beats them" if found.front_proven else "of the layouts simulated"
+        proven = "no other layout searched beats them" if found.front_proven else "of the layouts simulated"
         look.heading(made, "What more GPUs buy", f"Pareto front over time, GPUs and cost: {proven}; "
                                                  f"{found.covered:,} layouts covered, {found.simulated:,} simulated")
         left = made.add_axes((0.10, 0.14, 0.37, 0.62))

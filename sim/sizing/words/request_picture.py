@@ -56,7 +56,7 @@ def write(path: Path, found: Sizing) -> Path:
 
     with look.style():
         made = look.figure(_HEIGHT)
-        proven = "no other way beats them" if found.front_proven else "of those simulated"
+        proven = "no other way looked at beats them" if found.front_proven else "of those simulated"
         look.heading(made, "What fast tokens cost", f"Pareto front over latency, GPUs and cost: {proven}; "
                                                     f"{found.covered:,} ways to serve, {found.simulated:,} simulated")
         draw(made.add_axes((0.10, 0.14, 0.62, 0.68)), found)
