@@ -88,26 +88,32 @@ def aside_of(space: Space, ranking: Ranking) -> Aside | None:
     return None if isinstance(space, ServedSpace) else Nearby(space, ranking)
 
 
-def front_proven(space: Space, ranking: Ranking, runner: Runner, stop: Callable[[], bool], blocks: bool) -> bool:
+def front_proven(space: Space, ranking: Ranking, runner: Runner, stop: Callable[[], bool], blocks: bool,
+                 result: Found) -> bool:
     """Whether no row left out is on the front, which energy counts for where it is the objective.
 
     Args:
         blocks: whether the first k recomputed blocks are tried.
+        result: of the search for the best, beside which values between steps were tried already.
     """
     if isinstance(space, ServedSpace):
         return _served_front_proven(space, ranking, runner, stop)
+    best = result.best[0][1] if result.best else None
     proven = complete(space, lambda: ranking.times, runner.steps, stop, ranking.tighten_times,
-                      partial(_beside, space, ranking, runner, stop, blocks, True))
+                      partial(_beside, space, ranking, runner, stop, blocks, True,
+                              None if runner.wish.objective == "energy" else best))
     if runner.wish.objective == "energy":
         proven &= complete(space, lambda: ranking.values, runner.values, stop, ranking.tighten,
-                           partial(_beside, space, ranking, runner, stop, blocks, False))
+                           partial(_beside, space, ranking, runner, stop, blocks, False, best))
     return proven
 
 
 def _beside(space: Space, ranking: Ranking, runner: Runner, stop: Callable[[], bool], blocks: bool, times: bool,
-            found: Found, mine: Callable[[], npt.NDArray[np.bool_]]) -> bool:
+            best: int | None, found: Found, mine: Callable[[], npt.NDArray[np.bool_]]) -> bool:
     """Values between the steps of long axes beside the best of a number of GPUs, or the quickest; `found` takes them
     in. What comes before the limit of the search is as good by time as by the objective, but for energy."""
+    if best is not None and mine()[best]:
+        return True
     if space.stepped:
         new = [row for _, row in between(space, ranking, runner, stop, mine())]
         found.add(list(zip((runner.steps if times else runner.values)(new), new, strict=True)), 1)

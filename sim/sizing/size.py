@@ -220,7 +220,7 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         kinds = of_each(space, ranking, runner, result, top, stop, choice.partial_recompute, interrupted)
         if result.complete and not result.best and free.wish != wish:
             found.nearest, found.nearest_cut = _nearest(space, Ranking(space, of, free.wish), free, stop)
-        found.front_proven = front_proven(space, ranking, runner, stop, choice.partial_recompute)
+        found.front_proven = front_proven(space, ranking, runner, stop, choice.partial_recompute, result)
         _families(ranking, runner, result, top, stop)
     _count(found, ranking, runner)
     found.without = without(space, ranking, runner, choice.gpus, found.front_proven)

@@ -30,7 +30,7 @@ _WITHIN = 1.03
 #: So many times a bound is no looseness of the bound: the allocator runs short.
 _SLOW = 2.0
 #: Layouts that are refined at most, and looked at for it; the lowest first.
-MOST, _LOOKED_AT = 12, 128
+MOST, _LOOKED_AT = 8, 128
 
 
 class Finer:

@@ -115,8 +115,7 @@ def _reason(mine: Mask | None, ranking: Ranking, runner: Runner, front_proven: b
     if not set(left.tolist()) - set(simulated):
         return "no layout fits" if not runner.wish.limited else "no layout fits within the limits"
     if front_proven:
-        return "none was simulated that fits: none can beat what others take" if simulated else (
-            "none was simulated: none can beat what others take")
+        return f"none was simulated{' that fits' if simulated else ''}: none can be on the front"
     return "the search ended before any that fits was simulated"
 
 

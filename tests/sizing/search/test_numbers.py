@@ -50,4 +50,4 @@ def test_numbers_that_cannot_beat_fewer_are_told() -> None:
                  top=1)
     assert [row["gpus"] for row in found.front] == [8] and found.front_proven
     assert [(one.gpus, one.reason) for one in found.without] == [
-        (16, "none was simulated: none can beat what others take")]
+        (16, "none was simulated: none can be on the front")]
