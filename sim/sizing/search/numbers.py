@@ -23,6 +23,8 @@ from sim.sizing.search.round_out import first_fitting
 from sim.sizing.search.runner import Runner
 from sim.sizing.space.layouts import Space
 
+#: Share of a GPU's memory up to which a layout is hardly slow for want of it, by its lower bound.
+_ROOMY = 0.9
 Mask = npt.NDArray[np.bool_]
 
 
@@ -86,7 +88,10 @@ def _layout_on(ranking: Ranking, runner: Runner, rows: npt.NDArray[np.int64]) ->
         pass
     if np.isfinite(ranking.values[rows]).any():
         lowest = int(rows[np.argmin(ranking.values[rows])])
-        runner.values([lowest])
+        of = ranking.of
+        room = rows[of.memory_bytes[rows] <= _ROOMY * of.capacity_bytes[rows]]
+        roomy = room[np.argsort(ranking.values[room], kind="stable")[:1]].tolist()
+        runner.values(sorted({lowest, *(row for row in roomy if np.isfinite(ranking.values[row]))}))
         roomier(ranking.space, ranking, runner, lowest)
 
 
