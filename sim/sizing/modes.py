@@ -10,12 +10,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sim.parallel.serving.request import run_of
 from sim.scenario import Scenario
 from sim.sizing.bounds.requests import ServedBounds
 from sim.sizing.bounds.steps import Bounds
-from sim.sizing.search.best_first import Aside
+from sim.sizing.search.best_first import Aside, Found
+from sim.sizing.search.between import between
+from sim.sizing.search.finer import Finer
 from sim.sizing.search.front import AXES, SERVED_AXES, complete, complete_served
 from sim.sizing.search.nearby import Nearby, own_row
 from sim.sizing.search.ranking import Floats, Ranking
@@ -28,6 +31,9 @@ from sim.sizing.space.precisions import Untried, with_precisions
 from sim.sizing.space.requests import ServedSpace, build_served, own_served, served, served_bases
 from sim.sizing.space.requests import plain as plain_served
 from sim.sizing.wish import Wish
+
+#: Layouts of every number of GPUs that are refined for the front.
+_BESIDE = 4
 
 
 def bases_of(scenario: Scenario, topologies: Sequence[str | None], choice: Choice,
@@ -82,14 +88,36 @@ def aside_of(space: Space, ranking: Ranking) -> Aside | None:
     return None if isinstance(space, ServedSpace) else Nearby(space, ranking)
 
 
-def front_proven(space: Space, ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> bool:
-    """Whether no row left out is on the front, which energy counts for where it is the objective."""
+def front_proven(space: Space, ranking: Ranking, runner: Runner, stop: Callable[[], bool], blocks: bool,
+                 result: Found) -> bool:
+    """Whether no row left out is on the front, which energy counts for where it is the objective.
+
+    Args:
+        blocks: whether the first k recomputed blocks are tried.
+        result: of the search for the best, beside which values between steps were tried already.
+    """
     if isinstance(space, ServedSpace):
         return _served_front_proven(space, ranking, runner, stop)
-    proven = complete(space, ranking.times, runner.steps, stop, ranking.tighten_times)
+    best = result.best[0][1] if result.best else None
+    proven = complete(space, lambda: ranking.times, runner.steps, stop, ranking.tighten_times,
+                      partial(_beside, space, ranking, runner, stop, blocks, True,
+                              None if runner.wish.objective == "energy" else best))
     if runner.wish.objective == "energy":
-        proven &= complete(space, ranking.values, runner.values, stop, ranking.tighten)
+        proven &= complete(space, lambda: ranking.values, runner.values, stop, ranking.tighten,
+                           partial(_beside, space, ranking, runner, stop, blocks, False, best))
     return proven
+
+
+def _beside(space: Space, ranking: Ranking, runner: Runner, stop: Callable[[], bool], blocks: bool, times: bool,
+            best: int | None, found: Found, mine: Callable[[], npt.NDArray[np.bool_]]) -> bool:
+    """Values between the steps of long axes beside the best of a number of GPUs, or the quickest; `found` takes them
+    in. What comes before the limit of the search is as good by time as by the objective, but for energy."""
+    if best is not None and mine()[best]:
+        return True
+    if space.stepped:
+        new = [row for _, row in between(space, ranking, runner, stop, mine())]
+        found.add(list(zip((runner.steps if times else runner.values)(new), new, strict=True)), 1)
+    return not stop() and (not blocks or Finer(space, ranking, runner, times)(found, mine(), 1, stop, _BESIDE))
 
 
 def _served_front_proven(space: ServedSpace, ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> bool:

@@ -69,7 +69,8 @@ def prices_of(clusters: Sequence[Scenario], text: str | None) -> tuple[dict[str,
     names = [one.cluster.topology.name for one in clusters]
     for name in named:
         if name not in names:
-            raise UserError(Fault(f"no cluster '{name}' is searched", "--price", hint=f"one of {', '.join(names)}"))
+            raise UserError(Fault(f"no cluster '{name}' is searched", "--price",
+                                  hint=f"one of {', '.join(dict.fromkeys(names))}"))
     found: dict[str, float] = {}
     origin: dict[str, str] = {}
     for name, one in zip(names, clusters, strict=True):

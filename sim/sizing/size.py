@@ -24,8 +24,9 @@ from sim.sizing.refused import refuse
 from sim.sizing.search.best_first import PATIENCE, ROUND, Found, search
 from sim.sizing.search.between import between
 from sim.sizing.search.early import early
-from sim.sizing.search.finer import finer
+from sim.sizing.search.finer import Finer
 from sim.sizing.search.front import pareto
+from sim.sizing.search.numbers import Without, climb_each, each_number, without
 from sim.sizing.search.precisions import OfPrecision, climb_in, of_each
 from sim.sizing.search.ranking import Floats, Ranking
 from sim.sizing.search.round_out import best_of_each, round_out
@@ -40,6 +41,9 @@ from sim.sizing.space.layouts import Choice, Space
 from sim.sizing.space.precisions import Untried, clusters_of
 from sim.sizing.space.requests import ServedSpace
 from sim.sizing.wish import SERVED_DEFAULT, Wish, priced
+
+#: Share of the time for what comes first that is for numbers of GPUs, where several are asked for.
+_NUMBERS_S = 0.25
 
 
 @dataclass
@@ -56,8 +60,9 @@ class Sizing:
             whether of the micro-batches that divide only some are among them.
         impossible, simulated: those that lowering refuses, those simulated.
         pruned: configurations ruled out, by the bound that did it.
-        front: rows that no simulated row beats in time, GPUs, cost and energy; `front_proven`: nor any row left out in
-            time, GPUs and cost, and, where energy is the objective, none left out takes less on as many GPUs.
+        front: rows that no simulated row beats in time, GPUs, cost and energy; `front_proven`: nor any of those covered
+            in time, GPUs and cost, and, where energy is the objective, none takes less on as many GPUs. What is covered
+            has long axes in steps, and values between beside the fastest of every number of GPUs.
         winner: the scenario that the best row stands for, and `free_bytes` what it leaves of its fullest GPU's memory;
             None where there is none.
         why: what the best has ahead of the runner-up and of the best of each family.
@@ -74,6 +79,7 @@ class Sizing:
             that a cluster has not, or that others equal.
         hints: of the nodes that are searched in place of the file's, and of the precision that all layouts have, where
             hardly a run has it.
+        without: numbers of GPUs asked for of which nothing that fits was simulated, and why.
         seconds: of wall clock, by part.
         served: whether rows are requests: GPU-hours, cost and energy are then of a million tokens; batches: tried.
     """
@@ -107,6 +113,7 @@ class Sizing:
     precisions: list[dict[str, Any]] = field(default_factory=list)
     untried: list[Untried] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
+    without: list[Without] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     served: bool = False
     batches: list[int] = field(default_factory=list)
@@ -124,7 +131,8 @@ class Sizing:
                 "proven": self.proven,
                 "schedules": self.schedules, "not_offloaded": self.not_offloaded,
                 "precisions": self.precisions, "untried": [one._asdict() for one in self.untried], "hints": self.hints,
-                "seconds": self.seconds, **(self._of_requests() if self.served else {})}
+                "without": [one._asdict() for one in self.without], "seconds": self.seconds,
+                **(self._of_requests() if self.served else {})}
 
     def _of_requests(self) -> dict[str, Any]:
         wish = self.wish
@@ -212,10 +220,10 @@ def size(source: Scenario | Loaded | str | Path, choice: Choice, wish: Wish | No
         kinds = of_each(space, ranking, runner, result, top, stop, choice.partial_recompute, interrupted)
         if result.complete and not result.best and free.wish != wish:
             found.nearest, found.nearest_cut = _nearest(space, Ranking(space, of, free.wish), free, stop)
-        found.front_proven = front_proven(space, ranking, runner, stop)
-        if result.complete and result.best:
-            (best_of_each if found.served else round_out)(ranking, runner, stop)
+        found.front_proven = front_proven(space, ranking, runner, stop, choice.partial_recompute, result)
+        _families(ranking, runner, result, top, stop)
     _count(found, ranking, runner)
+    found.without = without(space, ranking, runner, choice.gpus, found.front_proven)
     _fill(found, space, result, runner, own, scenario, kinds)
     found.why = _why(found, space, result, runner, np.where(of.unbounded, 0.0, ranking.values))
     found.seconds = {"space": listed - started, "bounds": bounded - listed, "simulation": time.monotonic() - bounded}
@@ -226,21 +234,36 @@ def _first(space: Space, ranking: Ranking, runner: Runner, own: int | None, unti
            stop: Callable[[], bool]) -> list[int]:
     """Rows that come before a search: the scenario's own; under a time limit, which ends at `until`, also what half of
     the time that is left is enough for, or all where not all rows are bounded and nothing can be proven."""
-    rows, now = [] if own is None else [own], time.monotonic()
+    rows = [] if own is None else [own]
     if not hurried:
         return rows
-    each = clusters_of(space) or {"": list(range(len(space.clusters)))}
-    climb_s = (until - now) / (1 if ranking.of.unbounded.any() else 2)
-
-    def over(ends: float) -> bool:
-        return stop() or time.monotonic() > ends
-
-    for turn, (name, numbers) in enumerate(each.items(), 1):
-        climb_in(space, ranking, runner, name, numbers, rows, stop, partial(over, now + climb_s * turn / len(each)))
-    for turn, numbers in enumerate(each.values() if space.stepped else ()):
+    _climbs(space, ranking, runner, rows, until, stop)
+    each = (clusters_of(space) or {"": list(range(len(space.clusters)))}).values() if space.stepped else ()
+    for turn, numbers in enumerate(each):
         now = time.monotonic()
-        between(space, ranking, runner, partial(over, now + (until - now) / 4 / (len(each) - turn)), numbers)
+        between(space, ranking, runner, partial(_over, stop, now + (until - now) / 4 / (len(each) - turn)),
+                np.isin(space.columns["cluster"], numbers))
     return list(runner.rows)
+
+
+def _climbs(space: Space, ranking: Ranking, runner: Runner, rows: Sequence[int], until: float,
+            stop: Callable[[], bool]) -> None:
+    """What a search under a time limit simulates first: of each number of GPUs something that fits, the best near that
+    of each family, in every precision for itself, and then of the other numbers of GPUs."""
+    now = time.monotonic()
+    each_number(ranking, runner, stop, partial(_over, stop, now + (until - now) * _NUMBERS_S))
+    now, each = time.monotonic(), clusters_of(space) or {"": list(range(len(space.clusters)))}
+    climb_s = (until - now) / (1 if ranking.of.unbounded.any() else 2)
+    families_s = climb_s * (1 - _NUMBERS_S) if len(set(space.gpus.tolist())) > 1 else climb_s
+    for turn, (name, numbers) in enumerate(each.items(), 1):
+        climb_in(space, ranking, runner, name, numbers, rows, stop,
+                 partial(_over, stop, now + families_s * turn / len(each)))
+    began = time.monotonic()
+    climb_each(ranking, runner, lambda share: _over(stop, began + max(0.0, now + climb_s - began) * share))
+
+
+def _over(stop: Callable[[], bool], ends: float) -> bool:
+    return stop() or time.monotonic() > ends
 
 
 def _searched(space: Space, ranking: Ranking, runner: Runner, first: Sequence[int], top: int,
@@ -275,7 +298,7 @@ def _round_off(space: Space, ranking: Ranking, runner: Runner, result: Found, to
     if result.best and space.stepped:
         result.add(between(space, ranking, runner, stop), top)
     if result.best and blocks:
-        finer(space, ranking, runner, result, top, stop)
+        Finer(space, ranking, runner)(result, np.ones(len(space), dtype=bool), top, stop)
 
 
 def _whole_nodes(scenario: Scenario, clusters: Sequence[str], choice: Choice) -> list[str]:
@@ -305,6 +328,14 @@ def _nearest(space: Space, ranking: Ranking, runner: Runner,
     if not result.complete or not result.best:
         return None, not result.complete
     return table_row(space, runner, result.best[0][1], runner.wish), False
+
+
+def _families(ranking: Ranking, runner: Runner, result: Found, top: int, stop: Callable[[], bool]) -> None:
+    """A layout that fits of every family, behind a search that came to its end; then `result` has the best of all that
+    was simulated, whatever for."""
+    if result.complete and result.best:
+        (best_of_each if isinstance(ranking.space, ServedSpace) else round_out)(ranking, runner, stop)
+    result.add([(runner.value(row), row) for row in runner.rows if row not in result.values], top)
 
 
 def _count(found: Sizing, ranking: Ranking, runner: Runner) -> None:

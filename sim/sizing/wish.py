@@ -72,6 +72,11 @@ class Wish:
         return (self.latency_s, self.first_token_s, self.throughput) != (None, None, None)
 
     @property
+    def limited(self) -> bool:
+        """Whether anything but memory rules layouts out."""
+        return self.served_limits or (self.deadline_s, self.budget) != (None, None) or self.margin_bytes > 0
+
+    @property
     def unlimited(self) -> Wish:
         """The same without limits; of requests what is nearest to them."""
         if self.served_limits:
@@ -166,7 +171,7 @@ def priced(wish: Wish, clusters: Sequence[Scenario], price: str | None) -> tuple
     if price is None and (wish.priced or wish.prices or wish.price_per_gpu_hour != 1.0):
         return wish, {}
     prices, origin = prices_of(clusters, price)
-    without = [name for one in clusters if (name := one.cluster.topology.name) not in prices]
+    without = list(dict.fromkeys(name for one in clusters if (name := one.cluster.topology.name) not in prices))
     if without and (wish.budget is not None or (wish.objective == "cost" and prices)):
         raise UserError(Fault(f"nothing says what a GPU-hour of {', '.join(without)} costs", "--price",
                               hint="give --price, e.g. --price 2.5, or budget.price_per_gpu_hour"))

@@ -13,6 +13,8 @@ from sim.errors import UserError
 from sim.scenario.load import resolve
 from sim.sizing import Choice, Wish, size
 from sim.sizing.prices import catalogue, given, prices_of
+from sim.sizing.wish import priced
+from sim.sizing.words.why import why_lines
 
 SMALL: dict[str, Any] = {
     "name": "small", "cluster": {"topology": "dgx-a100-80g", "nodes": 1}, "model": {"preset": "gpt2"},
@@ -103,3 +105,26 @@ def test_report_writes_the_front_and_the_text(tmp_path: Path, capfd: pytest.Capt
     assert (tmp_path / "out/front.png").read_bytes()[:4] == b"\x89PNG"
     text = (tmp_path / "out/sizing.txt").read_text()
     assert text == capfd.readouterr().out and "3.9 USD per GPU-hour" in text and "why the best wins" in text
+
+
+def test_a_cluster_without_a_price_is_named_once_whatever_is_varied_of_it() -> None:
+    alike = [on("dgx-a100-80g")] * 3
+    with pytest.raises(UserError) as caught:
+        priced(Wish("cost"), [on("p4d"), *alike], None)
+    assert str(caught.value).count("dgx-a100-80g") == 1
+    with pytest.raises(UserError) as caught:
+        prices_of(alike, "p5=2")
+    assert str(caught.value).count("dgx-a100-80g") == 1
+
+
+def test_the_price_of_a_gpu_hour_is_among_the_reasons_where_two_differ_in_it() -> None:
+    found = size(resolve(SMALL), Choice([8], **NARROW, strategies=["ddp"]), Wish("cost", steps=100.0),
+                 clusters=["p4d", "dgx-a100-80g"], price="dgx-a100-80g=1,p4d=2.5")
+    second = found.why.runner_up
+    assert second is not None and second.prices == pytest.approx((1.0, 2.5))
+    assert second.usd == pytest.approx((found.best[0]["usd"], found.best[1]["usd"]))
+    text = "\n".join(why_lines(found.why, lambda row: row["cluster"], found.wish.told))
+    assert "price of a GPU-hour" in text and "1 -> 2.5 USD, cost" in text
+    assert found.to_json()["why"]["runner_up"]["usd_per_gpu_hour"] == pytest.approx([1.0, 2.5])
+    alike = size(resolve(SMALL), Choice([8], **NARROW), Wish("cost"), price="2").why
+    assert "price of a GPU-hour" not in "\n".join(why_lines(alike, lambda row: row["cluster"], found.wish.told))

@@ -17,10 +17,15 @@ from sim.report.words import others
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 #: Inches: a row, what a panel needs beside its rows, head and foot of the picture.
 _ROW, _PANEL, _HEAD, _FOOT = 0.24, 0.55, 0.62, 0.52
 _RIGHT = 0.15
+#: What the line below the key takes that says what the marks of panels mean.
+_MARKS = 0.2
+#: How boundaries of micro-steps are drawn.
+_DASHES: dict[str, Any] = {"color": "#666666", "lw": 0.7, "ls": (0, (3, 3))}
 #: Width of a panel in bars that can be told apart; narrower neighbours are drawn as one.
 _TELLABLE = 450
 #: Inches a letter needs at the size of a bar's text.
@@ -59,7 +64,8 @@ def timeline_figure(result: Result) -> Figure:
     panels = _panels(rows, whole(result.scenario))
     left = 0.2 + _LETTER * max(len(_spelt(name)) for name in rows.names)
     per_panel = len(rows.names) * _ROW + _PANEL
-    height = _HEAD + _FOOT + len(panels) * per_panel
+    marks = _marks(rows, panels)
+    height = _HEAD + _FOOT + _MARKS * bool(marks) + len(panels) * per_panel
     made = look.figure(height)
     simulated = result.detail.lowered.job.classes[result.detail.critical]
     unit, factor = look.scale(result.step_time_s)
@@ -77,8 +83,28 @@ def timeline_figure(result: Result) -> Figure:
         ax = made.add_axes(box)
         seen |= _panel(ax, rows, window, title, panels[number + 1][1] if number + 1 < len(panels) else None)
     look.key(made, [(_spelt(name), colour) for name, colour in look.BARS.items()
-                    if name in seen])
+                    if name in seen], _MARKS * bool(marks) / height)
+    if marks:
+        made.legend(handles=marks, loc="lower center", ncols=len(marks), handlelength=2.2, columnspacing=1.6,
+                    borderaxespad=0.3)
     return made
+
+
+def _marks(rows: Rows, panels: Sequence[tuple[str, Window]]) -> list[Line2D]:
+    """What the lines in panels mean, for a key: boundaries of micro-steps, and what part the next panel shows."""
+    from matplotlib.lines import Line2D
+
+    said = "a stretch ends: passes that the schedule repeats together" if rows.piece == "stretch" else (
+        f"the next {rows.piece} begins")
+    found = [Line2D([], [], **_DASHES, label=said)] if any(_boundaries(rows, window) for _, window in panels) else []
+    return found + [Line2D([], [], color=look.BLACK, lw=3, label="the part that the next panel shows")] * (
+        len(panels) > 1)
+
+
+def _boundaries(rows: Rows, window: Window) -> list[float]:
+    """Where micro-steps begin inside a window; none where there are too many to tell apart."""
+    found = [t for t in rows.micro_steps[1:, 0].tolist() if window[0] < t < window[1]]
+    return found if len(found) < _MARKED_MICRO_STEPS else []
 
 
 def _spelt(name: str) -> str:
@@ -135,10 +161,8 @@ def _panel(ax: Axes, rows: Rows, window: Window, title: str, next_window: Window
     for number, bars in enumerate(rows.bars):
         seen |= _row(ax, rows, bars.within(start, end), number, window)
     _bands(ax, rows, window, factor)
-    boundaries = [t for t in rows.micro_steps[1:, 0].tolist() if start < t < end]
-    if len(boundaries) < _MARKED_MICRO_STEPS:
-        for t in boundaries:
-            ax.axvline(t * factor, color="#666666", lw=0.7, ls=(0, (3, 3)), zorder=4)
+    for t in _boundaries(rows, window):
+        ax.axvline(t * factor, **_DASHES, zorder=4)
     if next_window is not None:
         _bracket(ax, next_window, window, factor)
     return seen

@@ -10,7 +10,7 @@ simulated while any may be better.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -31,14 +31,14 @@ _BESIDE = ("recompute", "micro_batch")
 
 
 def between(space: Space, ranking: Ranking, runner: Runner, stop: Callable[[], bool],
-            clusters: Sequence[int] | None = None) -> list[tuple[float, int]]:
+            mine: npt.NDArray[np.bool_] | None = None) -> list[tuple[float, int]]:
     """Values and rows, new ones of the space, of micro-batches between those that the space has.
 
     Args:
         stop: asked before each layout and each round of simulations.
-        clusters: numbers of those whose layouts are looked at, all if not given.
+        mine: rows whose layouts are looked at, shape (rows,); all if not given.
     """
-    mine = np.isin(space.columns["cluster"], range(len(space.clusters)) if clusters is None else clusters)
+    mine = np.ones(len(space), dtype=bool) if mine is None else mine
     simulated = {row: runner.value(row) for row in runner.rows if mine[row]}
     best = min(simulated.values(), default=np.inf)
     new: list[int] = []

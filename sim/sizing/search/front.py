@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from sim.sizing.search.best_first import ROUND, Tighten, search
+from sim.sizing.search.best_first import ROUND, Found, Tighten, search
 from sim.sizing.space.layouts import Space
 
 Floats = npt.NDArray[np.float64]
@@ -20,14 +21,18 @@ AXES = ("step_time_s", "gpus", "cost", "energy_kwh")
 SERVED_AXES = ("time_per_token_s", "gpus", "cost")
 
 
+#: Takes better rows into what was found of some, which it is told as they are now; whether it came to its end.
+Beside = Callable[[Found, Callable[[], npt.NDArray[np.bool_]]], bool]
+
+
 class Stopped(Protocol):
     """Asked between rounds; True ends the search early."""
 
     def __call__(self) -> bool: ...
 
 
-def complete(space: Space, bounds: Floats, value: Callable[[Sequence[int]], Sequence[float]],
-             stop: Stopped, tighten: Tighten = lambda rows: None) -> bool:
+def complete(space: Space, bounds: Callable[[], Floats], value: Callable[[Sequence[int]], Sequence[float]],
+             stop: Stopped, tighten: Tighten = lambda rows: None, beside: Beside = lambda found, mine: True) -> bool:
     """Simulate what the front needs: the best row of every number of GPUs of every cluster, by time or energy.
 
     Of one cluster and number of GPUs the fastest row has the least GPU-hours and cost as well, so these rows hold the
@@ -35,31 +40,36 @@ def complete(space: Space, bounds: Floats, value: Callable[[Sequence[int]], Sequ
     GPUs.
 
     Args:
-        bounds: lower bounds of what is sought, inf for rows ruled out; shape (rows,).
+        bounds: lower bounds of what is sought as they are now, inf for rows ruled out; shape (rows,).
         tighten: tighter bounds, as `search` asks for them.
         value: of rows simulated, inf for what does not fit.
+        beside: told what was found of each, looks for better rows that the space has not yet, and adds them.
 
     Returns:
         Whether every search came to its end.
     """
     best = math.inf
     groups = sorted(set(zip(space.gpus.tolist(), space.columns["cluster"].tolist(), strict=True)))
-    for gpus, cluster in groups:
-        mine = (space.gpus == gpus) & (space.columns["cluster"] == cluster)
-        limit = best if len(space.clusters) == 1 else math.inf
+    for group in groups:
+        mine = partial(_of_group, space, *group)
 
-        def mended(rows: Sequence[int], mine: npt.NDArray[np.bool_] = mine) -> Floats | None:
-            nonlocal bounds
+        def mended(rows: Sequence[int], mine: Callable[[], npt.NDArray[np.bool_]] = mine) -> Floats | None:
             tighter = tighten(rows)
-            bounds = bounds if tighter is None else tighter
-            return None if tighter is None else np.where(mine, tighter, np.inf)
+            return None if tighter is None else np.where(mine(), tighter, np.inf)
 
-        found = search(np.where(mine, bounds, np.inf), value, 1, stop=stop, limit=limit, tighten=mended)
-        if not found.complete:
+        found = search(np.where(mine(), bounds(), np.inf), value, 1, stop=stop, tighten=mended,
+                       limit=best if len(space.clusters) == 1 else math.inf)
+        if not found.complete or (found.best and not beside(found, mine)):
             return False
         if found.best:
             best = min(best, found.best[0][0])
     return True
+
+
+def _of_group(space: Space, gpus: int, cluster: int) -> npt.NDArray[np.bool_]:
+    """Rows on so many GPUs of a cluster."""
+    mine: npt.NDArray[np.bool_] = (space.gpus == gpus) & (space.columns["cluster"] == cluster)
+    return mine
 
 
 def complete_served(bounds: Callable[[], Floats], values: Callable[[Sequence[int]], Floats], stop: Stopped,

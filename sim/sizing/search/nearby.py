@@ -9,7 +9,7 @@ neighbourhood heuristics do: Danna, Rothberg and Le Pape, Math. Programming 102(
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.scenario import Scenario
-from sim.sizing.search.best_first import ROUND, Found
+from sim.sizing.search.best_first import ROUND, Aside, Found
 from sim.sizing.search.ranking import Floats, Ranking
 from sim.sizing.space.layouts import SCHEDULES, STRATEGIES, Space
 from sim.sizing.space.policies import policy_index
@@ -81,6 +81,14 @@ class Nearby:
         copies = np.where(columns["sharding_factor"] > 1, ranks // columns["sharding_factor"], 0)
         return {**columns, "sharding_factor": copies, "expert_tensor": columns["expert_tensor"] < columns["tensor"]}
 
+    def layout_on(self, row: int, mine: npt.NDArray[np.bool_]) -> Rows:
+        """Of some rows those of the layout of one, whatever they recompute and on how many GPUs of which cluster."""
+        alike = mine.copy()
+        for name, column in self._columns.items():
+            if name not in ("cluster", "nodes", "recompute"):
+                alike &= column == column[row]
+        return np.flatnonzero(alike)
+
     def _apart(self, row: int, changes: int) -> list[Rows]:
         """Rows that differ from `row` in so many things, and in what they recompute or not, those that differ in the
         same ones together."""
@@ -99,6 +107,20 @@ class Nearby:
             found += [np.flatnonzero(differs == again)] if changes == 1 else []
             self._known[row, changes] = [rows for rows in found if len(rows)]
         return self._known[row, changes]
+
+
+def within(near: Aside, mine: npt.NDArray[np.bool_]) -> Aside:
+    """Of what is worth a try those rows that are among some."""
+    def aside(found: Found) -> tuple[Sequence[int], Floats | None]:
+        rows, values = near(found)
+        return [row for row in rows if mine[row]], masked(values, mine)
+
+    return aside
+
+
+def masked(values: Floats | None, mine: npt.NDArray[np.bool_]) -> Floats | None:
+    """Bounds of some rows, of all others inf; None if there are none anew."""
+    return None if values is None else np.where(mine, values, np.inf)
 
 
 def own_row(space: Space, scenario: Scenario) -> int | None:

@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from sim.sizing.search.best_first import ROUND, Aside, Found, search
+from sim.sizing.search.best_first import ROUND, Found, search
 from sim.sizing.search.between import between
 from sim.sizing.search.early import climb, early
-from sim.sizing.search.finer import finer
-from sim.sizing.search.nearby import Nearby
-from sim.sizing.search.ranking import Floats, Ranking
+from sim.sizing.search.finer import Finer
+from sim.sizing.search.nearby import Nearby, masked, within
+from sim.sizing.search.ranking import Ranking
 from sim.sizing.search.runner import Runner
 from sim.sizing.search.store import Outcome
 from sim.sizing.space.families import layouts_of
@@ -78,14 +77,14 @@ def of_each(space: Space, ranking: Ranking, runner: Runner, result: Found, top: 
     clusters = clusters_of(space)
     for row in _twins(space, runner, result, clusters, top):
         if not result.complete and not interrupted():
-            _take_in(result, _roomier(space, ranking, runner, row), top)
+            _take_in(result, roomier(space, ranking, runner, row), top)
     proven = {}
     for name, numbers in clusters.items():
         mine = _search(space, ranking, runner, numbers, stop)
         if mine.best and space.stepped:
-            mine.add(between(space, ranking, runner, stop, numbers), 1)
+            mine.add(between(space, ranking, runner, stop, np.isin(space.columns["cluster"], numbers)), 1)
         if mine.best and blocks and not interrupted():
-            finer(space, ranking, runner, mine, 1, stop)
+            Finer(space, ranking, runner)(mine, np.isin(space.columns["cluster"], numbers), 1, stop)
         _take_in(result, {row: value for row, value in mine.values.items() if row in runner.rows}, top)
         proven[name] = mine.complete and not ranking.of.unbounded.any() and all(
             one.outcome != "fault" for row, one in runner.rows.items() if space.columns["cluster"][row] in numbers)
@@ -134,7 +133,7 @@ def climb_in(space: Space, ranking: Ranking, runner: Runner, name: str, numbers:
         twins = {family: row for family, one in known.items() if (row := _twin_row(space, one, name)) is not None}
         rows += [*twins.values(), *early(ranking, stop, {family: kind for family, kind in kinds.items()
                                                          if family not in twins})]
-    climb(ranking, runner, _within(Nearby(space, ranking), mine), list(dict.fromkeys(rows)), over, kinds)
+    climb(ranking, runner, within(Nearby(space, ranking), mine), list(dict.fromkeys(rows)), over, kinds)
 
 
 def _leaders(space: Space, runner: Runner) -> dict[str, int]:
@@ -144,7 +143,7 @@ def _leaders(space: Space, runner: Runner) -> dict[str, int]:
     return {family: row for family, row in found.items() if row is not None}
 
 
-def _roomier(space: Space, ranking: Ranking, runner: Runner, row: int) -> dict[int, float]:
+def roomier(space: Space, ranking: Ranking, runner: Runner, row: int) -> dict[int, float]:
     """Values of a row and, where it does not fit, of its layout with as much recomputed as need be: a round at most,
     lowest bounds first, each holding less than the one before, since what just fits may be slow for that."""
     found = {row: runner.value(row)}
@@ -177,22 +176,9 @@ def _search(space: Space, ranking: Ranking, runner: Runner, numbers: Sequence[in
     """The best row of some clusters, what is known of them first."""
     mine = np.isin(space.columns["cluster"], numbers)
     known = [row for row in runner.rows if mine[row]]
-    near = _within(Nearby(space, ranking), mine)
+    near = within(Nearby(space, ranking), mine)
     return search(np.where(mine, ranking.values, np.inf), runner.values, 1, stop=stop, first=known, aside=near,
-                  tighten=lambda rows: _masked(ranking.tighten(rows), mine))
-
-
-def _within(near: Aside, mine: npt.NDArray[np.bool_]) -> Aside:
-    """Of what is worth a try those rows that are among some."""
-    def aside(found: Found) -> tuple[Sequence[int], Floats | None]:
-        rows, values = near(found)
-        return [row for row in rows if mine[row]], _masked(values, mine)
-
-    return aside
-
-
-def _masked(values: Floats | None, mine: npt.NDArray[np.bool_]) -> Floats | None:
-    return None if values is None else np.where(mine, values, np.inf)
+                  tighten=lambda rows: masked(ranking.tighten(rows), mine))
 
 
 def _best(space: Space, runner: Runner, numbers: Sequence[int]) -> int | None:

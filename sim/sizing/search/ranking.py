@@ -36,12 +36,22 @@ class Ranking:
         of, step_s = self.of, self.of.time_s[rows]
         bounded = np.isfinite(step_s) & ~of.unbounded[rows]
         alive = bounded & (of.memory_bytes[rows] <= of.capacity_bytes[rows] - self.wish.margin_bytes)
-        energy = of.energy_j(rows) if self.wish.objective == "energy" else 0.0
-        price = self._prices[self.space.columns["cluster"][rows]]
-        value = np.where(alive, self.wish.value(np.where(alive, step_s, 0.0), self.gpus[rows], price, energy,
-                                                of.request(rows)), np.inf)
+        value = self._valued(rows, alive)
         self.alive[rows], self.values[rows] = alive, value
         self.times[rows] = np.where(np.isfinite(value), step_s, np.inf)
+
+    def _valued(self, rows: Rows, alive: npt.NDArray[np.bool_]) -> Floats:
+        """Bounds of some rows in units of the objective, inf where they are not alive."""
+        of = self.of
+        energy = of.energy_j(rows) if self.wish.objective == "energy" else 0.0
+        price = self._prices[self.space.columns["cluster"][rows]]
+        return np.where(alive, self.wish.value(np.where(alive, of.time_s[rows], 0.0), self.gpus[rows], price, energy,
+                                               of.request(rows)), np.inf)
+
+    def least(self, row: int) -> float:
+        """The bound of a row whatever it holds; inf where it is impossible or breaks a limit."""
+        rows = np.array([row], dtype=np.int64)
+        return float(self._valued(rows, np.isfinite(self.of.time_s[rows]))[0])
 
     def add(self, row: int, fewer: int | None, recompute: Sequence[int]) -> list[int]:
         """Rows of the space like one, which recompute less than it and more than another; their numbers."""

@@ -26,7 +26,7 @@ def round_out(ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> Non
     """
     for mine in kinds_of(ranking.space).values():
         if not any(mine[row] and np.isfinite(runner.value(row)) for row in runner.rows):
-            _first_fitting(ranking, runner, np.flatnonzero(mine), stop)
+            first_fitting(ranking, runner, np.flatnonzero(mine), stop)
 
 
 def best_of_each(ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> None:
@@ -39,8 +39,9 @@ def best_of_each(ranking: Ranking, runner: Runner, stop: Callable[[], bool]) -> 
         search(np.where(mine, ranking.values, np.inf), runner.values, 1, stop=stop, tighten=tighten)
 
 
-def _first_fitting(ranking: Ranking, runner: Runner, mine: np.ndarray[tuple[int], np.dtype[np.int64]],
-                   stop: Callable[[], bool]) -> None:
+def first_fitting(ranking: Ranking, runner: Runner, mine: np.ndarray[tuple[int], np.dtype[np.int64]],
+                  stop: Callable[[], bool]) -> None:
+    """Simulates a few of some rows at once, the lowest bounds first, until one fits: those that hold less in turn."""
     of = ranking.of
     for slack in _SLACKS:
         while not stop():

@@ -32,16 +32,21 @@ class Contrast:
         row: the other, as a row of `Sizing.best`.
         found: the best (first) and the other side by side: which terms moved, by how much, and why.
         margin_bytes: device memory left free by the best and by the other.
+        prices: USD of a GPU-hour of the best and of the other, and `usd` what they cost; None where money is not known.
     """
 
     row: Row
     found: Comparison
     margin_bytes: tuple[int, int]
+    prices: tuple[float, float] | None = None
+    usd: tuple[float, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; seconds and bytes are the other's less the best's."""
         return {"row": dict(self.row), "moved_s": dict(self.found.moved[0]), "why": self.found.why[0],
-                "memory_moved_bytes": dict(self.found.memory_moved[0]), "margin_bytes": list(self.margin_bytes)}
+                "memory_moved_bytes": dict(self.found.memory_moved[0]), "margin_bytes": list(self.margin_bytes),
+                **({} if self.prices is None or self.usd is None else {
+                    "usd_per_gpu_hour": list(self.prices), "usd": list(self.usd)})}
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,15 @@ def explain(best: Sequence[Row], found: list[Family], run: Callable[[Row], Resul
     def against(row: Row) -> Contrast:
         other = run(row)
         free = [r.memory.capacity_bytes - r.memory.device_used_bytes for r in (first, other)]
-        return Contrast(row, compare([first, other]), (free[0], free[1]))
+        return Contrast(row, compare([first, other]), (free[0], free[1]), *_money(best[0], row))
 
     others = {one.name: against(one.best) for one in found if one.best is not None and not one.holds_best}
     return Why(against(best[-1]) if len(best) > 1 else None, list(best[1:-1]), found, others)
+
+
+def _money(*rows: Row) -> tuple[tuple[float, float] | None, tuple[float, float] | None]:
+    """What a GPU-hour of two rows costs, and what the rows do; None where that is not known."""
+    if any(row.get("usd") is None for row in rows):
+        return None, None
+    first, other = (float(row["usd"]) for row in rows)
+    return (first / rows[0]["gpu_hours"], other / rows[1]["gpu_hours"]), (first, other)

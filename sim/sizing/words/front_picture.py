@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sim.report.units import figure
 from sim.sizing.size import Sizing
 from sim.sizing.words import request_picture as served_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_DAY_S = 86_400.0
+#: Units of a run's length, in seconds, each from the second of its own on.
+_UNITS = (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0))
 #: Share of an axis that a label takes.
 _LABEL = 0.06
-#: Values within this ratio of one another are shown as the one value they nearly are.
+#: An axis of values within this ratio of one another goes beyond them by as much.
 _FLAT = 1.1
 
 
@@ -38,6 +40,11 @@ def plot_front(found: Sizing, ax: Axes | None = None) -> Axes:
     return ax
 
 
+def _unit(longest_s: float) -> tuple[str, float]:
+    """In what the lengths of runs are told, the longest of which is given, and the seconds of one."""
+    return next(((name, one_s) for name, one_s in _UNITS if longest_s >= 2 * one_s), ("s", 1.0))
+
+
 def write_front(folder: Path, found: Sizing) -> Path:
     """front.png in a folder, made if it does not exist.
 
@@ -54,16 +61,16 @@ def write_front(folder: Path, found: Sizing) -> Path:
         return served_picture.write(path, found)
     with look.style():
         made = look.figure(height)
-        proven = "no other layout beats them" if found.front_proven else "of the layouts simulated"
+        proven = "no other layout searched beats them" if found.front_proven else "of the layouts simulated"
         look.heading(made, "What more GPUs buy", f"Pareto front over time, GPUs and cost: {proven}; "
                                                  f"{found.covered:,} layouts covered, {found.simulated:,} simulated")
         left = made.add_axes((0.10, 0.14, 0.37, 0.62))
         plot_front(found, left)
         right = made.add_axes((0.60, 0.14, 0.37, 0.62))
         spent = "cost" if found.wish.priced else "gpu_hours"
-        longest_s = max((row["run_s"] for row in found.front), default=0.0)
-        _draw(right, found, "run_s", spent, unit=_DAY_S if longest_s > _DAY_S else 1.0)
-        right.set_xlabel("run, days" if longest_s > _DAY_S else "run, s" if found.wish.steps > 1 else "step, s")
+        unit, one_s = _unit(max((row["run_s"] for row in found.front), default=0.0))
+        _draw(right, found, "run_s", spent, unit=one_s)
+        right.set_xlabel(f"{'run' if found.wish.steps > 1 else 'step'}, {unit}")
         right.set_ylabel("cost, USD" if found.wish.priced else "GPU-hours")
         look.save(made, path)
     return path
@@ -102,9 +109,10 @@ def _write_best(path: Path, found: Sizing) -> Path:
     return path
 
 
-def _legible(values: list[float]) -> list[float]:
-    """Positive values in rising order without those whose labels would lie on the one before, on a logarithmic axis."""
-    apart = (values[-1] / values[0]) ** _LABEL if values else 1.0
+def _legible(values: list[float], span: float | None = None) -> list[float]:
+    """Positive values in rising order without those whose labels would lie on the one before, on a logarithmic axis
+    whose end is `span` times its beginning; the last over the first if not given."""
+    apart = (span or values[-1] / values[0]) ** _LABEL if values else 1.0
     kept = values[:1]
     for value in values[1:]:
         if value >= kept[-1] * apart:
@@ -135,15 +143,17 @@ def _draw(ax: Axes, found: Sizing, x: str, y: str, labels: bool = False, unit: f
     if found.best:
         ax.plot([found.best[0][x] / unit], [found.best[0][y]], marker="o", ms=12, clip_on=False, mfc="none",
                 mec=look.BLACK, ls="none", label=f"best by {found.wish.objective}")
-    plain = FuncFormatter(lambda value, _: f"{value:,.3g}")
+    plain = FuncFormatter(lambda value, _: figure(value))
     if rows:
         ax.set_xscale("log", base=2 if x == "gpus" else 10)
         ax.set_yscale("log")
         for axis, column, per in ((ax.xaxis, x, unit), (ax.yaxis, y, 1.0)):
-            values = _legible(sorted({float(row[column]) / per for row in rows}))
-            if values[-1] < _FLAT * values[0]:  # a line from corner to corner would tell of a difference there is not
-                axis.set_view_interval(values[0] / _FLAT, values[-1] * _FLAT, ignore=True)
-                values = values[:1]
+            values = sorted({float(row[column]) / per for row in rows})
+            low, high = values[0], values[-1]
+            if high < _FLAT * low:  # a line from corner to corner would tell of a difference there is not
+                low, high = low / _FLAT, high * _FLAT
+                axis.set_view_interval(low, high, ignore=True)
+            values = _legible(values, high / low)
             axis.set_major_formatter(plain)
             axis.set_minor_formatter(NullFormatter())
             shown = values if len(values) <= 6 else values[::-(-len(values) // 6)]

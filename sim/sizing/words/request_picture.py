@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sim.report.units import figure
 from sim.sizing.size import Sizing
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def draw(ax: Axes, found: Sizing) -> None:
     ax.set_xscale("log")
     ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.3g}"))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: figure(value)))
         axis.set_minor_formatter(NullFormatter())
     ax.set_ylim(bottom=0)
     ax.set_xlabel(f"{'USD' if found.wish.priced else 'GPU-hours'} per million tokens")
@@ -55,7 +56,7 @@ def write(path: Path, found: Sizing) -> Path:
 
     with look.style():
         made = look.figure(_HEIGHT)
-        proven = "no other way beats them" if found.front_proven else "of those simulated"
+        proven = "no other way looked at beats them" if found.front_proven else "of those simulated"
         look.heading(made, "What fast tokens cost", f"Pareto front over latency, GPUs and cost: {proven}; "
                                                     f"{found.covered:,} ways to serve, {found.simulated:,} simulated")
         draw(made.add_axes((0.10, 0.14, 0.62, 0.68)), found)

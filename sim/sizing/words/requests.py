@@ -36,7 +36,7 @@ def covered(found: Sizing) -> str:
 
 def titles(found: Sizing) -> tuple[str, str]:
     """Of the tables of the best and of the front."""
-    proven = "no other way beats them in latency, GPUs and cost" if found.front_proven else (
+    proven = "no other way looked at beats them in latency, GPUs and cost" if found.front_proven else (
         "of those simulated, by latency, GPUs and cost")
     within = " within the limits" if found.wish.served_limits else ""
     left_out = len(found.front) - len(apart(found.front))

@@ -65,10 +65,10 @@ def _titles(found: Sizing) -> tuple[str, str]:
     """Of the tables of the best and of the front."""
     if found.served:
         return served_text.titles(found)
-    proven = "no layout beats them in time, GPUs and cost; by energy of those simulated" if found.front_proven else (
-        "of those simulated, by time, GPUs, cost and energy")
+    proven = "no layout searched beats them in time, GPUs and cost; by energy of those simulated" if (
+        found.front_proven) else "of those simulated, by time, GPUs, cost and energy"
     if found.front_proven and found.wish.objective == "energy":
-        proven = "the fastest and the least energy of every number of GPUs; of those simulated between them"
+        proven = "the fastest and the least energy searched of every number of GPUs; of those simulated between them"
     return (f"best by {found.wish.objective} (GPU-hours, energy and cost {_spent(found)}; memory of the fullest GPU)",
             f"Pareto front ({proven})")
 
@@ -81,7 +81,8 @@ def _covered(found: Sizing) -> Iterator[str]:
     yield from precision_text.untried(found)
     yield served_text.covered(found) if found.served else (
         f"{found.raw:,} configurations can be written, {found.covered:,} are searched (of those alike in effect one; "
-        f"recomputed blocks{' and micro-batches' * found.stepped} in steps, finer next to the best)")
+        f"recomputed blocks{' and micro-batches' * found.stepped} in steps, finer next to the best of every number of "
+        "GPUs)")
     ruled = {"memory": "do not fit", "time": "cannot be among the best", "deadline": "miss the deadline",
              "budget": "cost more than the budget", "limits": "break the limits"}
     counts = {"were not looked at (there was no time to bound them)": found.unbounded,
@@ -109,7 +110,16 @@ def _covered(found: Sizing) -> Iterator[str]:
         yield "not proven: how good those are that were not looked at is not known"
     else:
         yield f"not proven: a configuration not yet simulated may be up to {100 * found.gap:.1f}% better"
+    yield from _without_any(found)
     yield from (f"! {hint}" for hint in found.hints)
+
+
+def _without_any(found: Sizing) -> Iterator[str]:
+    """Numbers of GPUs that are asked for and came to nothing, a line for every reason."""
+    several = len({row["cluster"] for row in found.rows} | {one.cluster for one in found.without}) > 1
+    for cluster, reason in dict.fromkeys((one.cluster, one.reason) for one in found.without):
+        numbers = ", ".join(f"{one.gpus:,}" for one in found.without if (one.cluster, one.reason) == (cluster, reason))
+        yield f"on {numbers} GPU{'s' * (numbers != '1')}{f' of {cluster}' * several}: {reason}"
 
 
 def _table(found: Sizing, rows: Sequence[Row]) -> Iterator[str]:

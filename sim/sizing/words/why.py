@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from sim.report.units import figure
 from sim.sizing.search.why import Contrast, Family, Row, Why
 from sim.sizing.words.compare import change_of, moved_lines, seconds_of, words
 
@@ -24,6 +25,8 @@ def why_lines(why: Why, tell: Callable[[Row], str], unit: Callable[[float], str]
             yield (f"  (between them {len(why.between)} with the best's layout but other recomputation or chunks; of "
                    f"these the first: {tell(why.between[0])})")
         yield f"  {_behind(second)}"
+        if priced := _priced(second):
+            yield f"  {'price of a GPU-hour':42} {priced[0]:>11}   {priced[1]}, {_cost(second)}"
         yield from moved_lines(second.found, 1)
         yield f"  memory left free: {second.margin_bytes[0] / _GIB:.1f} GiB, {named} {_free(second)}"
         yield ""
@@ -33,7 +36,8 @@ def why_lines(why: Why, tell: Callable[[Row], str], unit: Callable[[float], str]
         yield f"  {one.name:18} {_family(one, tell, unit)}"
         if (other := why.contrasts.get(one.name)) is not None:
             terms = "; ".join(f"{words(term)} {seconds_of(value)}" for term, value in other.found.moved[0][:3])
-            yield f"  {'':18} {_behind(other)}: {terms or 'no term moved'}; {_free(other)} left free"
+            price = f"price of a GPU-hour {priced[1]}, {_cost(other)}; " if (priced := _priced(other)) else ""
+            yield f"  {'':18} {_behind(other)}: {price}{terms or 'no term moved'}; {_free(other)} left free"
 
 
 def _behind(one: Contrast) -> str:
@@ -42,6 +46,21 @@ def _behind(one: Contrast) -> str:
         return "takes the same time"
     what = "" if one.found.served else "step "
     return f"{what}{change_of(one.found, other - winner)} ({100 * (other / winner - 1):+.1f}%)"
+
+
+def _priced(one: Contrast) -> tuple[str, str] | None:
+    """How far the price of a GPU-hour moved, and from what to what; None where it is one, or not known."""
+    if one.prices is None or abs(one.prices[1] - one.prices[0]) < 1e-9 * max(one.prices):
+        return None
+    return f"{one.prices[1] - one.prices[0]:+.4g} USD", f"{one.prices[0]:.4g} -> {one.prices[1]:.4g} USD"
+
+
+def _cost(one: Contrast) -> str:
+    """What that comes to: cost is time by price."""
+    if one.usd is None:
+        return ""
+    share = f" ({100 * (one.usd[1] / one.usd[0] - 1):+.1f}%)" if one.usd[0] else ""
+    return f"cost {figure(one.usd[0])} -> {figure(one.usd[1])} USD{share}"
 
 
 def _free(one: Contrast) -> str:

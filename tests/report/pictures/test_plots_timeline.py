@@ -259,3 +259,14 @@ def test_a_request_is_called_so_and_its_pieces_tokens() -> None:
     with look.style():
         said = [text.get_text() for text in timeline_figure(result).texts]
     assert any(text.startswith("one request of rank 0") for text in said)
+
+
+def test_a_key_says_what_dashed_lines_and_the_black_bar_mean(result_of: Make, staged: Result) -> None:
+    def said(result: Result) -> list[str]:
+        with look.style():
+            return [text.get_text() for legend in timeline_figure(result).legends for text in legend.get_texts()]
+
+    below = "the part that the next panel shows"
+    assert {"the next micro-step begins", below} <= set(said(result_of(2)))
+    assert not any("begins" in text for text in said(result_of(1)))
+    assert {"a stretch ends: passes that the schedule repeats together", below} <= set(said(staged))

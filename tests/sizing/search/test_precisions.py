@@ -13,7 +13,8 @@ from sim.scenario import resolve
 from sim.sizing import Choice, size
 from sim.sizing.bounds.steps import Bounds
 from sim.sizing.search.best_first import Found
-from sim.sizing.search.precisions import _within, climb_in, of_each
+from sim.sizing.search.nearby import within
+from sim.sizing.search.precisions import climb_in, of_each
 from sim.sizing.search.ranking import Ranking
 from sim.sizing.search.runner import Runner
 from sim.sizing.search.store import Store
@@ -121,7 +122,7 @@ def test_the_climb_of_a_precision_begins_with_the_best_layouts_of_those_before(
 
 def test_out_of_turn_only_rows_of_the_precision_are_tried() -> None:
     """`Nearby` looks over all axes, and would try another precision's rows, whose steps say nothing of this one."""
-    aside = _within(lambda found: ([2, 0, 1], np.array([1.0, 2.0, 3.0])), np.array([True, False, True]))
+    aside = within(lambda found: ([2, 0, 1], np.array([1.0, 2.0, 3.0])), np.array([True, False, True]))
     rows, values = aside(Found())
     assert rows == [2, 0] and values is not None and values.tolist() == [1.0, np.inf, 3.0]
-    assert _within(lambda found: ([1], None), np.array([True, False]))(Found()) == ([], None)
+    assert within(lambda found: ([1], None), np.array([True, False]))(Found()) == ([], None)

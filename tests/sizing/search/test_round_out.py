@@ -70,8 +70,8 @@ def test_rows_come_by_bound_and_then_by_room(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "_ROWS", 1)
     for fitting, asked in ((0, [[0]]), (2, [[0], [1], [2]]), (3, [[0], [1], [2]])):
         runner = _Runner(fitting)
-        module._first_fitting(_Ranking(), runner, np.arange(4), lambda: False)  # type: ignore[arg-type]
+        module.first_fitting(_Ranking(), runner, np.arange(4), lambda: False)  # type: ignore[arg-type]
         assert runner.asked == asked, "a row whose bound is infinite is never simulated"
     idle = _Runner(0)
-    module._first_fitting(_Ranking(), idle, np.arange(4), lambda: True)  # type: ignore[arg-type]
+    module.first_fitting(_Ranking(), idle, np.arange(4), lambda: True)  # type: ignore[arg-type]
     assert idle.asked == []

@@ -74,7 +74,7 @@ def test_the_table_says_what_a_user_of_the_service_sees(file: str) -> None:
     for head in ("per token", "first token", "tokens/s", "GPU-hours/M", "J/token", "USD/M", "memory"):
         assert head in text
     assert "best by cost within the limits" in text
-    assert "Pareto front within the limits (no other way beats them" in text
+    assert "Pareto front within the limits (no other way looked at beats them" in text
     assert "all its sequences in step; under load" in text and "batches tried: 1, 16" not in text
     assert "the best has the largest batch that was tried; larger ones: --only batch=32,64" in text
     assert "the scenario's own layout" not in text  # its batch of four was not asked for
