@@ -14,8 +14,9 @@ from sim.work import DTYPE_BYTES, Kernel
 
 #: What loads of the tensor cores take at once, bytes.
 _LOAD_BYTES = 16
-#: Products of fewer multiplications for every element they touch are bound by memory and left alone: half of what a
-#: GPU computes while it reads a byte (76 on A100, 147 on H100).
+#: Products of fewer multiplications for every element they touch are bound by memory and left alone. Inductor asks half
+#: of what the GPU at hand computes while it reads a byte, 76 on A100 and 147 on H100; one figure between stands for all
+#: (judgement), since products near it are rarely uneven.
 _BOUND = 100.0
 
 

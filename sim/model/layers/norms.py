@@ -13,7 +13,6 @@ from sim.work import Kernel
 #: Passes over the activation: forward reads x and writes y; backward reads dy and x and writes dx in one kernel, and
 #: reads dy and x again for the weight gradients in a second. Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu.
 _FORWARD_PASSES, _INPUT_PASSES, _WEIGHT_PASSES = 2, 3, 2
-_BACKWARD_PASSES = _INPUT_PASSES + _WEIGHT_PASSES
 #: Of a norm in operators: the product that the weight's gradient is the sum of (two reads, a write), and that sum.
 _SPELLED_WEIGHT = 4
 #: A persistent kernel keeps its row in registers and its weight gradients beside it: backward reads dy and x once, and
@@ -61,15 +60,15 @@ def norm_operator(
 def _backward(style: Style, rows: int, cols: int, kernel: str) -> tuple[Kernel, ...]:
     """Kernels of a norm's gradients, whatever of them `kernel` or torch.compile puts together."""
     per_pass = rows * cols * width(style.residual)
-    whole = Kernel("norm", style.residual, (rows, cols), "backward", 0.0, _BACKWARD_PASSES * per_pass, "memory_bound",
-                   launches=2, kernel=kernel)
     if kernel:
-        launches = _PER_SM_LAUNCHES if kernel == "per_sm" else whole.launches
-        return (replace(whole, bytes=_PERSISTENT_BACKWARD_PASSES * per_pass, launches=launches),)
+        launches = _PER_SM_LAUNCHES if kernel == "per_sm" else 2
+        return (Kernel("norm", style.residual, (rows, cols), "backward", 0.0, _PERSISTENT_BACKWARD_PASSES * per_pass,
+                       "memory_bound", launches=launches, kernel=kernel),)
     if style.stack.compile:
         return _compiled_backward(style, rows, cols)
-    return (replace(whole, variant="inputs", bytes=_INPUT_PASSES * per_pass, launches=1),
-            replace(whole, variant="weights", bytes=_WEIGHT_PASSES * per_pass, launches=1))
+    inputs, weights = (Kernel("norm", style.residual, (rows, cols), variant, 0.0, passes * per_pass, "memory_bound")
+                       for variant, passes in (("inputs", _INPUT_PASSES), ("weights", _WEIGHT_PASSES)))
+    return inputs, weights
 
 
 def _compiled_backward(style: Style, rows: int, cols: int) -> tuple[Kernel, ...]:
@@ -89,7 +88,7 @@ def _compiled_backward(style: Style, rows: int, cols: int) -> tuple[Kernel, ...]
 
 def frozen_backward(style: Style, kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
     """A norm's backward without what makes its weights' gradients: of PyTorch's kernels the second; of operators the
-    two products' first and the sum behind it (`_hugging_face_rmsnorm`); of one compiled kernel two of five passes. A
+    two products' first and the sum behind it (`_hugging_face_rmsnorm`); of compiled ones that over columns. A
     kernel that holds a row moves the same bytes and is no faster (liger_kernel 0.8.5: COMPUTE_DW; earlier ones sum)."""
     kernels = [k for k in kernels if k.variant != "weights"]
     if any(k.kernel in ("per_sm", "persistent") for k in kernels):
@@ -98,9 +97,7 @@ def frozen_backward(style: Style, kernels: Sequence[Kernel]) -> tuple[Kernel, ..
         made = {k: replace(k, bytes=k.bytes - k.shape[0] * _SPELLED_WEIGHT * (4.0 if style.wide_norm else width(
             style.residual)), launches=k.launches - 2) for k in kernels if k.kernel != "scalar"}
         return tuple(made.get(k, k) for k in kernels)
-    left = 1 - _WEIGHT_PASSES / _BACKWARD_PASSES
-    return tuple(replace(k, bytes=k.bytes * left, launches=max(1, k.launches - 1)) if k.variant == "backward" else k
-                 for k in kernels)
+    return tuple(kernels)
 
 
 def _held(style: Style, cols: int) -> str:
