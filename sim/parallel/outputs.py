@@ -2,7 +2,7 @@
 
 Composer's State holds the outputs until those of the next micro-batch take their place (composer/trainer/trainer.py,
 _train_microbatch: `self.state.outputs = self.state.model(...)`), and evaluates training metrics behind backward
-(_eval_train_metrics).
+(_eval_train_metrics). LitGPT's loop has logits in a variable that the next micro-batch's take.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class Outputs:
         program = plan.architecture.stack[-1].program
         dtype = plan.scenario.training.precision.compute if program is None else program.style.act
         self.losses, kept = plan.stack.metric_losses, plan.stack.outputs_kept
+        if program is not None and program.style.loop_holds_logits:
+            dtype, kept = "fp32" if program.style.widens_logits else dtype, True
         self.logits = micro.batch * plan.architecture.sequence * plan.scenario.model.vocab
         #: Bytes that are kept; 0 where a stack keeps none, or its loss never has them all.
         self.kept_bytes = round(self.logits * DTYPE_BYTES[dtype]) if kept and (

@@ -96,6 +96,8 @@ class Stack:
         projection_bias: what adds the bias of queries, keys and values that one product makes: the product, whose
             gradient is a sum over all rows ("forward"), the products both ways ("both"), or a kernel each way
             ("apart").
+        joins_heads: plain modules of fine-tuning join what rotary positions turned of a head to the rest of it by a
+            cat, also where nothing is left.
         expands_kv: plain modules copy grouped keys and values out to every query head in front of fused attention.
         copied_heads: queries, keys and values are copied from (sequence, batch) to (batch, sequence), keys and values
             once more side by side and once more interleaved, in front of rotary positions.
@@ -125,6 +127,7 @@ class Stack:
         adapter_dropout: adapters of fine-tuning drop out their input.
         quantised_keeps_input: a 4-bit linear layer keeps its input for backward, which it does not need.
         quantised_through_half: a 4-bit weight is read as fp16 and then cast to the activations' dtype.
+        logits_held: the training loop holds a micro-batch's logits until the next one's are there.
         graph_kept: the training loop still holds the last micro-batch's logits, and with them the graph, until the next
             forward returns; what nodes hold that is no saved tensor (the inputs of 4-bit layers) lives as long.
         frozen_apart: what is not trained has flat parameters of its own in FSDP 1; else it shares the trained tensors'
@@ -293,6 +296,7 @@ class Stack:
     separate_qkv: bool
     linear_bias: str
     projection_bias: str
+    joins_heads: bool
     expands_kv: bool
     copied_heads: bool
     copied_values: bool
@@ -314,6 +318,7 @@ class Stack:
     adapter_dropout: bool
     quantised_keeps_input: bool
     quantised_through_half: bool
+    logits_held: bool
     graph_kept: bool
     frozen_apart: bool
     original_parameters: bool

@@ -266,7 +266,7 @@ def _rotary(style: Style) -> Operator:
     slices (zero fill and copy of both halves), neg, and three sums. Source: transformers modeling_llama.py.
     """
     whole = style.tokens * (style.query_width + style.kv_width)
-    elements = whole * style.turned // style.head_dim if style.cut_heads else whole
+    elements = whole * style.turned // style.head_dim if style.cut_heads and style.turned else whole
     e, wide = width(style.act), width(style.residual)
     if style.turns_complex:
         forwards, backwards = _complex_rotary(style, elements, e)

@@ -44,7 +44,7 @@ def _predicted(run: Run, style: Style, x: Tensor, depth: int = 0) -> Tensor:
         return chunked.loss(run, style, inputs, rows)
     run.at("logits")
     run.kind = LOGITS
-    if style.tuned is not None and style.stack.tuning_chunk and style.modules == "plain" and not run.autocast:
+    if style.tuned is not None and style.stack.tuning_chunk and style.modules == "plain":
         return _by_position(run, style, x, rows)
     x = entered(run, style, x)
     slices = style.tensor if style.scattered and not style.stack.gathered_inputs_kept else 1
@@ -53,11 +53,7 @@ def _predicted(run: Run, style: Style, x: Tensor, depth: int = 0) -> Tensor:
     else:
         logits = op.linear(run, x, style.hidden, style.vocab, False, dtype=style.weight,
                            shared=style.tied or style.further > 0, more=0 < depth < style.further, gathered=slices)
-    if style.logit_softcap:
-        run.at("softcap")
-        logits = op.scale(run, logits)
-        logits = op.unary(run, logits, saves_output=True)  # tanh
-        logits = op.scale(run, logits)
+    logits = _bounded(run, style, logits)
     if style.modules != "transformers":
         del x  # Hugging Face's model output holds it until the loss is there
     run.at("loss")
@@ -68,25 +64,46 @@ def _predicted(run: Run, style: Style, x: Tensor, depth: int = 0) -> Tensor:
 
 
 def _by_position(run: Run, style: Style, x: Tensor, rows: int) -> Tensor:
-    """Logits and losses of a few positions at a time: all logits and log-softmaxes are kept, gradients come and go
-    chunk by chunk. The model's wrapper casts the logits of all chunks when it returns.
+    """Logits and losses of a few positions at a time: all logits and log-softmaxes are kept, and a 4-bit head is made
+    whole for every chunk. The model's wrapper casts the logits of all chunks when it returns, and the training loop has
+    them in a variable until its next forward does (`_previous`).
 
     Source: LitGPT 0.2 to 0.4 lora.py, GPT.forward (x.split(lm_head_chunk_size, dim=1)); utils.py,
     chunked_cross_entropy; lightning_fabric 2.1.0 to 2.3.0 plugins/precision/half.py, convert_output.
     """
-    previous = _previous(run, style, rows)
-    logits = tuned.linear(run, style, x, style.hidden, (("head", style.vocab),))
+    previous, parts, dtype = _previous(run, style, rows), _positions(style, rows), x.dtype
+    loop = run.node(lambda _, gradients: [gradients[0]], (x.sink,))
+    whole = rows * style.hidden
+    split = run.node(lambda run, _: [run.new(whole, dtype)], (loop.output(),), len(parts))
+    logits = []
+    for i, part in enumerate(parts):
+        run.at("logits")
+        piece = Tensor(x.storage, part * style.hidden, dtype, split.output(i))
+        logits.append(_bounded(run, style, tuned.linear(run, style, piece, style.hidden, (("head", style.vocab),))))
+        del piece
     del x
     run.at("loss")
-    elements, sink = logits.elements, logits.sink
-    dtype = "fp32" if style.widens_logits else logits.dtype
-    wide = logits.storage if dtype == logits.dtype else run.new(elements, dtype)
-    del logits, previous  # the loop's variables take the new logits
-    part = min(rows, style.batch * style.stack.tuning_chunk) * style.vocab
-    node = run.node(lambda run, _: [run.new(part, dtype)], (sink,))
-    run.save(node, wide, run.new(elements, dtype))
+    wide = [op.to(run, one, "fp32" if style.widens_logits else one.dtype) for one in logits]
+    run.save(loop, *(one.storage for one in wide))
+    del logits, previous
+    sinks = [_nll(run, op.softmax(run, one, one.dtype), []).sink for one in wide]
     del wide
+    node = run.node(lambda run, _: [run.new(part, "fp32") for part in parts], sinks)
     return Tensor(run.new(rows, "fp32"), rows, "fp32", node.output())
+
+
+def _bounded(run: Run, style: Style, logits: Tensor) -> Tensor:
+    """Logits under a tanh, which keeps what it makes."""
+    if not style.logit_softcap:
+        return logits
+    run.at("softcap")
+    return op.scale(run, op.unary(run, op.scale(run, logits), saves_output=True))
+
+
+def _positions(style: Style, rows: int) -> list[int]:
+    """Rows of each chunk of positions."""
+    chunk = style.batch * style.stack.tuning_chunk
+    return [min(chunk, rows - first) for first in range(0, rows, chunk)]
 
 
 def _previous(run: Run, style: Style, rows: int) -> Storage | None:

@@ -174,7 +174,7 @@ def _turned(run: Run, style: Style, x: Tensor) -> Tensor:
     """Rotary positions of whole heads, or of a part that is cut out and joined to the rest again."""
     if not style.cut_heads:
         return rotated(run, style, x)
-    part = x.elements // style.head_dim * style.turned
+    part = x.elements // style.head_dim * (style.turned or style.head_dim)
     turned, rest = op.slices(run, x, [part, x.elements - part])
     return op.cat(run, [rotated(run, style, turned), rest])
 
