@@ -12,6 +12,7 @@ from sim.model.update.optimizer import (
     optimizer_kernels,
     optimizer_state_bytes,
     optimizer_temporary_bytes,
+    optimizer_temporary_lists,
 )
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "copied_gradient_bytes",
     "gradient_dtype", "gradient_kernels", "layers_state_bytes", "optimizer_kernels", "optimizer_state_bytes",
     "optimizer_temporary_bytes",
+    "optimizer_temporary_lists",
 ]

@@ -46,6 +46,26 @@ def remapped(sizes: Sequence[int]) -> Events:
     return (*_made(sizes, 1), (0, sum(sizes)), *_freed(len(sizes), 1))
 
 
+def sharded_by_unit(units: Sequence[tuple[Sequence[int], int, int]]) -> Events:
+    """Parameters that are whole on the device for as long as their unit is wrapped: each of them, then the unit's flat
+    parameter, of which a shard is copied.
+
+    Source: torch 2.3.1 FullyShardedDataParallel with a `device_id` or a `param_init_fn`, run on a driver that does
+    nothing (distributed/fsdp/_init_utils.py, _flat_param.py: flatten_tensors, shard).
+
+    Args:
+        units: bytes of each unit's parameters, of its flat parameter and of this rank's shard, in order of wrapping.
+    """
+    events: list[tuple[int, int]] = []
+    number = 0
+    for sizes, flat, shard in units:
+        count = len(sizes)
+        events += [*_made(sizes, number), (number + count, flat), *_freed(count, number)]
+        events += [(number + count + 1, shard), (number + count, 0)]
+        number += count + 2
+    return tuple(events)
+
+
 def widened(narrow: Sequence[int], wide: Sequence[int]) -> Events:
     """Master parameters, each from a narrow copy that then goes: `.clone().float()`.
 

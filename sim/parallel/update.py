@@ -11,6 +11,7 @@ from sim.model import (
     gradient_kernels,
     optimizer_kernels,
     optimizer_temporary_bytes,
+    optimizer_temporary_lists,
 )
 from sim.parallel.muon import Share, orthogonalise
 from sim.parallel.step import COMPUTE, Plan, blocks, collective
@@ -18,6 +19,8 @@ from sim.program import Label, SectionBuilder
 from sim.software import Stack
 from sim.work import DTYPE_BYTES
 
+#: What the optimizer makes for a moment; `builder.tensors` has its parts where they are known.
+TEMPORARIES = "optimizer temporaries"
 #: What orthogonalises matrices behind some streams, in a section; returns its last task.
 Muon = Callable[[SectionBuilder, Sequence[int]], int]
 
@@ -124,13 +127,14 @@ def _stepped(plan: Plan, section: SectionBuilder, numel: int, tensors: int, larg
     label = Label("optimizer", "optimizer", optimizer)
     temporary = optimizer_temporary_bytes(numel, largest, training.precision, optimizer, implementation)
     if temporary and implementation == "foreach" and pieces:
-        width = temporary / sum(pieces)
-        temporary = sum(blocks(width * size) for size in pieces)
+        lists = optimizer_temporary_lists(training.precision, optimizer)
+        made = [blocks(width * size) for width in lists for size in pieces]
+        temporary, plan.builder.tensors[TEMPORARIES] = sum(made), made
     if temporary:
-        section.allocate("optimizer temporaries", temporary, "workspace")
+        section.allocate(TEMPORARIES, temporary, "workspace")
     task = section.kernels(COMPUTE, plan.compute.own(kernels), label, joins=joins)
     if temporary:
-        section.free("optimizer temporaries", temporary, "workspace")
+        section.free(TEMPORARIES, temporary, "workspace")
     if reads := _reads(stack, optimizer):
         # the GPU stands until the number is there and the next kernel is launched
         host_s = tensors * reads * (stack.host_read_s + stack.host_forward_s)
@@ -184,8 +188,8 @@ def update_in_backward(plan: Plan, section: SectionBuilder, name: str, shards: S
     largest = max(shards, default=0)
     temporary = optimizer_temporary_bytes(largest, largest, training.precision, training.optimizer, implementation)
     if temporary:
-        section.allocate("optimizer temporaries", temporary, "workspace", stream)
+        section.allocate(TEMPORARIES, temporary, "workspace", stream)
     task = section.kernels(stream, plan.compute.own(kernels), Label(name, "backward", training.optimizer), waits)
     if temporary:
-        section.free("optimizer temporaries", temporary, "workspace", stream)
+        section.free(TEMPORARIES, temporary, "workspace", stream)
     return task

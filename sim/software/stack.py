@@ -73,6 +73,10 @@ class Stack:
         unpadding: how the attention wrapper copies qkv and output between padded and packed form: none, packed (qkv at
             once), apart (queries, keys and values one after another) or known (apart, by rows found once per forward).
         shards_copied: FSDP 1 copies a unit's shard before it gathers it, though it has the right dtype.
+        records_streams: blocks that a collective used which its caller waits for come back only when NCCL's stream is
+            through with them, not to the caller's stream at once.
+        views_beside: the views that FSDP 1's modules read are made on the stream of its all-gathers, on which their
+            backward makes the flat gradient then; else all that is on the stream of compute.
         reduction_copied: FSDP 1 copies a unit's gradient once more before it reduces it.
         step_reductions: all-reduces of a few numbers at the end of a step, whose results the host reads one by one.
         metric_gathers: states of training metrics that are gathered over all ranks at the end of every step.
@@ -277,6 +281,8 @@ class Stack:
     low_precision_norm: bool
     unpadding: str
     shards_copied: bool
+    records_streams: bool
+    views_beside: bool
     reduction_copied: bool
     step_reductions: int
     metric_gathers: int

@@ -186,6 +186,13 @@ def optimizer_temporary_bytes(parameters_local: int, largest: int, precision: An
     return round(copied + _own_temporaries(parameters_local, largest, precision, optimizer, kernel))
 
 
+def optimizer_temporary_lists(precision: Any, optimizer: str) -> list[float]:
+    """Bytes an element of each list of tensors that foreach makes for a moment, every tensor of the parameters' size:
+    gradients in the dtype of wider masters, then what the update makes (`optimizer_temporary_bytes`)."""
+    copied = copied_gradient_bytes(1, precision) if optimizer != "none" else 0.0
+    return [width for width in (copied, _own_temporaries(1, 1, precision, optimizer, "foreach")) if width]
+
+
 def copied_gradient_bytes(parameters_local: int, precision: Any) -> float:
     """Bytes of gradients in the dtype of wider master parameters, beside narrower ones."""
     narrower = precision.master != "none" and width(precision.gradients) < width(precision.master)

@@ -21,15 +21,28 @@ from collections import deque
 from itertools import pairwise
 
 from sim.model.architecture import Layer
+from sim.parallel.construction import sharded_by_unit
 from sim.parallel.sharded.fsdp import GATHER, REDUCE, Fsdp, present
 from sim.parallel.sharded.units import Unit
-from sim.parallel.step import COMPUTE, MicroStep
+from sim.parallel.step import COMPUTE, MicroStep, blocks, state_bytes, state_copies
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES, Kernel
 
 
 class Fsdp1(Fsdp):
     """Lowering of FSDP 1."""
+
+    def states(self) -> None:
+        """Shards, each of a unit that was whole for a moment; blocks are wrapped before the root."""
+        super().states()
+        names = [name for name, _, category in self.plan.builder.resident if category == "parameters"]
+        if self.factor == 1 or self.offload.moves_parameters or names != ["parameters"]:
+            return
+        width, copies = state_bytes(self.plan)["parameters"], state_copies(self.plan, "parameters")
+        self.plan.builder.construction["parameters"] = sharded_by_unit([
+            ([blocks(n * width / copies) for n in unit.numels], blocks(unit.padded * width / copies),
+             blocks(unit.own * width / copies))
+            for unit in (*(u for u in self.distinct if u is not self.root), self.root) for _ in range(copies)])
 
     def micro_step(self, section: SectionBuilder, micro: MicroStep) -> None:
         """Forward and backward of one micro-batch. Free events of earlier micro-steps are long complete."""
@@ -77,7 +90,7 @@ class Fsdp1(Fsdp):
             if complete:
                 if micro.first or every:  # the flat gradient: autograd writes the views' gradients side by side
                     size = round(self.graded(unit) * self.fresh_bytes)
-                    section.allocate(f"unsharded_gradient:{unit.name}", size, "gradients")
+                    section.allocate(f"unsharded_gradient:{unit.name}", size, "gradients", self.graded_on)
                 self.drop_unsharded(section, unit)
                 self.reshard(section, unit, task)
                 if mode == "post" and target is not None and target.name not in self.ready:
@@ -102,6 +115,11 @@ class Fsdp1(Fsdp):
     def copies_shards(self) -> bool:
         """Whether a shard is copied before it is gathered: to cast it, or because a dtype was asked for at all."""
         return self.factor > 1 and (self.casts or self.plan.stack.shards_copied)
+
+    @property
+    def graded_on(self) -> int:
+        """The stream on which flat gradients are made (`Stack.views_beside`)."""
+        return GATHER if self.plan.stack.views_beside else COMPUTE
 
     def reshard(self, section: SectionBuilder, unit: Unit, task: int) -> None:
         """Free the unsharded flat parameter; its event is complete when `task` is."""
@@ -162,7 +180,8 @@ class Fsdp1(Fsdp):
         shards = self.reduced_shards(unit, first)
         for name, size in shards:
             section.allocate(name, size, "gradients", REDUCE)
+        recorded = (REDUCE,) if self.plan.stack.records_streams else ()
         for name, size in (*copies, *shards):
-            section.free(name, size, "gradients", REDUCE, (REDUCE,))
+            section.free(name, size, "gradients", REDUCE, recorded)
         size = round(self.graded(unit) * self.fresh_bytes)
-        section.free(f"unsharded_gradient:{unit.name}", size, "gradients", COMPUTE, (REDUCE,))
+        section.free(f"unsharded_gradient:{unit.name}", size, "gradients", self.graded_on, (REDUCE,))

@@ -135,7 +135,7 @@ class Fsdp1Sized(Fsdp1):
                 task = self.run(section, use, micro)
                 if micro.first or every:
                     size = round(self.graded(unit) * self.fresh_bytes)
-                    section.allocate(f"unsharded_gradient:{unit.name}", size, "gradients")
+                    section.allocate(f"unsharded_gradient:{unit.name}", size, "gradients", self.graded_on)
                 self.reshard(section, unit, task)
                 if mode == "post" and target is not None and target.name not in self.ready:
                     self.unshard(section, target, "backward")
@@ -151,7 +151,7 @@ class Fsdp1Sized(Fsdp1):
         if complete:
             if micro.first or every:
                 size = round(self.graded(root) * self.fresh_bytes)
-                section.allocate(f"unsharded_gradient:{root.name}", size, "gradients")
+                section.allocate(f"unsharded_gradient:{root.name}", size, "gradients", self.graded_on)
             self.drop_unsharded(section, root)
             self.reshard(section, root, task)
             self.post_backward(section, root, micro, task)
