@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from sim.memory.ledger import peak
 from sim.model.architecture import Layer, Operator
 from sim.model.eager import layer_profile
 from sim.model.recompute import again_operators
-from sim.parallel import lower
+from sim.parallel import Lowered, lower
 from sim.scenario import resolve
 from sim.work import Kernel
 
@@ -21,8 +22,8 @@ LLAMA = {"kv_heads": 4, "ffn": FFN, "gated_mlp": True, "norm": "rmsnorm", "posit
 GPT = {"ffn": 4096, "gated_mlp": False, "activation": "gelu", "norm": "layernorm", "positions": "learned"}
 
 
-def block(model: dict[str, Any] = LLAMA, framework: str = "torchtitan", gather: str = "bf16", bias: bool = False,
-          compiled: bool = True, compute: str = "fp8", **changes: Any) -> Layer:
+def lowered(model: dict[str, Any] = LLAMA, framework: str = "torchtitan", gather: str = "bf16", bias: bool = False,
+            compiled: bool = True, compute: str = "fp8", **changes: Any) -> Lowered:
     return lower(resolve({
         "name": "t", "cluster": {"topology": "hgx-b200"},
         "model": {"kind": "decoder", "layers": 2, "hidden": HIDDEN, "heads": 16, "vocab": 32000, "bias": bias,
@@ -31,8 +32,11 @@ def block(model: dict[str, Any] = LLAMA, framework: str = "torchtitan", gather: 
                      "precision": {"compute": compute, "parameters": "fp32", "master": "none", "gradients": "fp32",
                                    "optimizer": "fp32", "gather": gather, "reduce": "fp32"}},
         "parallel": {"strategy": "fsdp"},
-        "software": {"framework": framework, "year": 2025, "compile": compiled, "modules": "plain"}}, "t", changes)
-        ).architecture.stack[1]
+        "software": {"framework": framework, "year": 2025, "compile": compiled, "modules": "plain"}}, "t", changes))
+
+
+def block(*args: Any, **changes: Any) -> Layer:
+    return lowered(*args, **changes).architecture.stack[1]
 
 
 def moved(kernels: tuple[Kernel, ...] | list[Kernel]) -> float:
@@ -146,3 +150,10 @@ def test_a_norm_of_five_tensors_is_written() -> None:
                                      {"model": {**LLAMA, "moe": {"experts": 8, "top_k": 2}}}])
 def test_other_casts_stay_as_they_were(changes: dict[str, Any]) -> None:
     assert all(op.again is None for op in block(**changes).operators)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective-op", "full"])
+@pytest.mark.parametrize("gather", ["bf16", "fp8"])
+def test_memory_balances(recompute: str, gather: str) -> None:
+    low = lowered(gather=gather, **{"training.recompute": recompute})
+    assert peak(low.job.programs[0]).steady
