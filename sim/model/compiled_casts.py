@@ -16,8 +16,8 @@ product), both kernels read it.
 
 Source: torch 2.13.0's scheduler and partitioner on fake tensors of an H100, on torchtitan's Llama block with torchao
 0.13.0's Float8Linear (tensorwise; weights wide or as an fp8 all-gather leaves them; without recomputation, and tagged
-as torchtitan's policies tag it), and on a GPT's. Earlier releases were not run. Under tensor parallelism nothing was:
-casts are taken to be the same, of a rank's own tokens.
+as torchtitan's policies tag it), on a GPT's, and on an MLP behind attention's projection of two tensor ranks under its
+Float8 styles, where casts of a rank's own tokens are alike. Earlier releases were not run.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def _source(style: Style, operators: Sequence[Operator], at: int) -> _Source:
         return _Source(before, (2 if style.gated else 1) * e)
     if not before.startswith("norm") or gathered_wide:
         return _Source("", e)
-    summed = at > 1 and operators[at - 2].name.startswith("residual")  # stream and branch: made again as well
+    # stream and branch are made again as well, unless a collective ends the branch
+    summed = style.tensor == 1 and at > 1 and operators[at - 2].name.startswith("residual")
     layer_norm = style.norm == "layernorm"
     read = 3 + summed + layer_norm * (1 + style.bias)  # what is normalised, its statistics, weight and bias
     if read > _READ:
@@ -215,14 +216,15 @@ def _unwritten(style: Style, operator: Operator, *, forward: bool) -> Operator:
 
 def _sum(style: Style, operator: Operator) -> Operator:
     """The addition to the stream. What attention adds is read beside the stream wherever the sum is wanted, which is
-    written with the block's output alone: a kernel of its own, as each block is a graph of its own. Nobody wants
-    either once more."""
+    written with the block's output alone: a kernel of its own, as each block is a graph of its own. What tensor ranks
+    add up is written first (Inductor's partitioner keeps that sum, not the branch). Nobody wants either once more, but
+    what a checkpoint's norm reads."""
     (added,) = operator.forward
     e, r = width(style.act), width(style.residual)
-    first = operator.name == "residual1"
-    moved = e if first else 2 * e + 2 * r
+    first, written = operator.name == "residual1", style.tensor > 1
+    moved = e + r * written if first else 2 * r + e * (1 if written else 2)
     made = replace(added, bytes=added.shape[0] * moved, launches=0 if first else 1)
-    return replace(operator, forward=(made,), again=())
+    return replace(operator, forward=(made,), again=(made,) if first and written else ())
 
 
 def _input(style: Style, kernel: Kernel, source: _Source, copies: int) -> Kernel:

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from sim.memory.ledger import peak
+from sim.model import build
 from sim.model.architecture import Layer, Operator
 from sim.model.eager import layer_profile
 from sim.model.recompute import again_operators
 from sim.parallel import Lowered, lower
 from sim.scenario import resolve
+from sim.software import stack_for
 from sim.work import Kernel
 
 BATCH, SEQUENCE, HIDDEN, FFN = 4, 1024, 1024, 2816
@@ -157,3 +159,22 @@ def test_other_casts_stay_as_they_were(changes: dict[str, Any]) -> None:
 def test_memory_balances(recompute: str, gather: str) -> None:
     low = lowered(gather=gather, **{"training.recompute": recompute})
     assert peak(low.job.programs[0]).steady
+
+
+def test_tensor_ranks_write_the_sum_behind_attention() -> None:
+    """As Inductor does (two ranks, own tokens): 3 of a norm's maximum, 1.5 of its cast, 3 of the block's output."""
+    scenario = resolve({
+        "name": "t", "cluster": {"topology": "hgx-b200"},
+        "model": {"kind": "decoder", "layers": 2, "hidden": HIDDEN, "heads": 16, "vocab": 32000, "bias": False,
+                  "dropout": False, "tied_embeddings": False, **LLAMA},
+        "training": {"micro_batch": BATCH, "global_batch": 4 * BATCH, "sequence": SEQUENCE, "attention": "sdpa",
+                     "precision": {"compute": "fp8", "parameters": "fp32", "master": "none", "gradients": "fp32",
+                                   "optimizer": "fp32", "gather": "fp8", "reduce": "fp32"}},
+        "parallel": {"strategy": "fsdp", "tensor": 2, "sequence_parallel": True},
+        "software": {"framework": "torchtitan", "year": 2025, "compile": True}})
+    layer = build(scenario, stack_for("torchtitan", 2025, compile_=True), BATCH).stack[1]
+    sums, norm, cast, out = (named(layer, name).forward[:1] for name in ("residual1", "norm2", "up", "residual2"))
+    assert moved(sums) + moved(norm) == 3 and moved(cast) == 1.5 and moved(out) == 3
+    found = [moved([k]) for k in named(layer, "up").backward if k.variant == "quantise"]
+    assert sum(found) == pytest.approx((3 * 2 + 4 + 1) * F / 2)  # the activation's own, turned, forward there
+    assert moved(named(layer, "residual1").rerun.forward) == 2
