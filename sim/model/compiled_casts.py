@@ -74,9 +74,20 @@ def compiled_casts(style: Style, operators: Sequence[Operator]) -> list[Operator
         behind = operators[at + 1].name if at + 1 < len(operators) else ""
         if _hands_on(style, operator, behind):
             changed[behind] = _unwritten(style, changed.get(behind, made[behind]), forward=False)
+    if style.turns_complex and "attention" in made and made["attention"].joint is None:
+        changed["attention"] = _copied(operators, made["attention"])
     if _in_a_row(style, made):
         changed |= {name: _sum(style, made[name]) for name in made if name in ("residual1", "residual2")}
     return [changed.pop(operator.name, operator) for operator in operators]
+
+
+def _copied(operators: Sequence[Operator], core: Operator) -> Operator:
+    """Attention that runs again, whose backward kernel gets copies of its own of queries, keys and values: they are
+    views of what is made of complex numbers, which is no buffer, and each kernel asks for how they lie in memory. Where
+    a policy keeps attention's output only backward reads them."""
+    rotary = [operator for operator in operators if operator.name == "rotary"]
+    copies = (rotary[0].forward[-1], *(kernel for operator in rotary[1:] for kernel in operator.forward))
+    return replace(core, again=(*copies, *core.forward))
 
 
 def _in_a_row(style: Style, made: dict[str, Operator]) -> bool:

@@ -78,9 +78,11 @@ def again_operators(layer: Layer) -> tuple[Operator, ...]:
     left: list[tuple[Operator, tuple[Kernel, ...]]] = []
     for op in layer.operators:
         own, kept = kept[:len(op.forward)], kept[len(op.forward):]
-        there = iter([gone for kernel, gone in own if kernel.op in ("gemm", "attention")])
-        left.append((op, tuple(k for k in op.rerun.forward
-                               if not (k.op in ("gemm", "attention") and next(there)))))
+        there = [is_kept for kernel, is_kept in own if kernel.op in ("gemm", "attention")]
+        if op.core and op.again is not None and all(there):  # copies for attention, which does not run
+            continue
+        turn = iter(there)
+        left.append((op, tuple(k for k in op.rerun.forward if not (k.op in ("gemm", "attention") and next(turn)))))
     return tuple(replace(op, forward=forward) for op, forward in left if forward and op.recomputed)
 
 

@@ -75,6 +75,15 @@ def test_with_recomputation_by_operator_too() -> None:
     assert again + way(layer, True) == pytest.approx(173.33, rel=0.02)
 
 
+def test_with_full_recomputation_attention_gets_copies_of_its_own() -> None:
+    """Narrowed queries and keys, and keys and values copied out, are written once for either kernel of attention."""
+    layer = block(gather="fp8")
+    again = moved([k for op in layer.operators if op.recomputed for k in op.rerun.forward])
+    assert again + way(layer, True) == pytest.approx(188.83, rel=0.035)
+    assert moved(named(layer, "attention").rerun.forward) == (4 + 2) * 1.25 + 2 * (2 / 4 + 2)
+    assert "attention" not in [op.name for op in again_operators(layer)]
+
+
 def test_forward_makes_a_norm_twice_and_an_activation_twice() -> None:
     layer = block()
     casts = {op.name: [k for k in op.forward if k.variant == "quantise"] for op in layer.operators}
