@@ -6,7 +6,7 @@ Knows nothing of GPUs, ranks or sharding: an `Architecture` is what one model re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -98,6 +98,8 @@ class Operator:
             reads what comes before; 0 where it runs ahead.
         buffers: bytes that stand beside what is saved while forward, and beside what flows while backward is at work
             (`sim.model.eager` has them tensor by tensor, of layers that are written down there).
+        again: kernels that recomputation runs again, where it leaves out some of `forward`; None = all of them.
+            Products whose outputs a policy keeps are among them.
         turns: of each of its products and of those of branches behind it, when modules run it among them, where that
             is not the order of `forward`; -1 = it is no `mm` to autograd.
     """
@@ -116,6 +118,12 @@ class Operator:
     reading_s: float = 0.0
     buffers: tuple[int, int] = (0, 0)
     turns: tuple[int, ...] = ()
+    again: tuple[Kernel, ...] | None = None
+
+    @property
+    def rerun(self) -> Operator:
+        """The operator as recomputation runs its forward."""
+        return self if self.again is None else replace(self, forward=self.again)
 
     @property
     def weights(self) -> tuple[Parameter | Frozen, ...]:

@@ -10,6 +10,7 @@ from sim.model.attention.latent import latent_operators
 from sim.model.attention.layer import attention_operators
 from sim.model.attention.relative import table_operator
 from sim.model.blocks import block_layer
+from sim.model.compiled_casts import compiled_casts
 from sim.model.layers.embedding import embedding_layer
 from sim.model.layers.experts import experts_operators
 from sim.model.layers.further import with_further_tokens
@@ -88,6 +89,7 @@ def _block(style: Style, table: str = "") -> Layer:
         *_operators(norms, "norm2"), *mlp, *_operators(norms, "post_norm2"), *residual_operators(style.stream, "2")]
     parameters = _registered(style, norms, attention_parameters, mlp_parameters)
     written = not style.biased  # score biases of decoders have no module code for their memory: it is estimated
+    operators = compiled_casts(style, operators)
     return replace(block_layer(style, operators, parameters), window=style.window,
                    program=Program("block", style) if written else None)
 

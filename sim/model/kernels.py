@@ -279,7 +279,8 @@ def quantisation(style: Style, elements: int, copies: int = 2) -> Kernel:
 
     One kernel reads once and writes both `copies` (TransformerEngine `cast_transpose`); a scale from the tensor's own
     maximum needs a pass before it, which scales per block (mxfp8) and delayed scales do not. Compiled, the maximum is
-    found by the kernel that makes the tensor (torchao float8 README: scaling and casting are left to torch.compile).
+    found by the kernel that makes the tensor (torchao float8 README: scaling and casting are left to torch.compile);
+    what becomes of it in dense blocks stands in `sim.model.compiled_casts`.
     """
     act, gemm = width(style.act), width(style.gemm)
     maximum = style.stack.narrow_amax_pass and style.gemm != "mxfp8" and not style.stack.compile

@@ -74,8 +74,15 @@ def kept_kernels(layer: Layer) -> tuple[Kernel, ...]:
 
 def again_operators(layer: Layer) -> tuple[Operator, ...]:
     """Operators that run again in backward, with what is left of their forward."""
-    kept = iter(kept for _, kept in _forward(layer))
-    left = [(op, tuple(kernel for kernel in op.forward if not next(kept))) for op in layer.operators]
+    kept = _forward(layer)
+    left: list[tuple[Operator, tuple[Kernel, ...]]] = []
+    for op in layer.operators:
+        own, kept = kept[:len(op.forward)], kept[len(op.forward):]
+        there = [is_kept for kernel, is_kept in own if kernel.op in ("gemm", "attention")]
+        if op.core and op.again is not None and all(there):  # copies for attention, which does not run
+            continue
+        turn = iter(there)
+        left.append((op, tuple(k for k in op.rerun.forward if not (k.op in ("gemm", "attention") and next(turn)))))
     return tuple(replace(op, forward=forward) for op, forward in left if forward and op.recomputed)
 
 

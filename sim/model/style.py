@@ -304,6 +304,15 @@ class Style:
         return self.stack.copied_along(self.batch) if self.scattered and not self.pipelined else "none"
 
     @property
+    def compiles_casts(self) -> bool:
+        """Whether torch.compile writes the casts of torchao's dynamic scaling by tensor (`compiled_casts`): in dense
+        blocks of decoders, trained whole. TransformerEngine's modules are calls of their own to it."""
+        stack = self.stack
+        dynamic = stack.compile and stack.narrow_amax_pass and stack.narrow_keeps_inputs and self.gemm == "fp8"
+        dense = self.kind == "decoder" and self.experts is None and self.latent is None and self.tuned is None
+        return dynamic and dense and self.modules != "megatron" and DTYPE_BYTES[self.act] > 1
+
+    @property
     def adds_biases(self) -> bool:
         """Whether a kernel of its own adds a linear layer's bias to what the product made (`Stack.linear_bias`)."""
         return self.stack.linear_bias == "added" and self.modules != "megatron"

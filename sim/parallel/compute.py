@@ -122,7 +122,8 @@ class Compute:
         """Forward of a layer, or its backward behind what is recomputed, cut in front of each operator whose forward
         begins with a read of the host (`Operator.reading_s`): one segment more than such operators run."""
         def make(part: int) -> int:
-            operators = [op for op in layer.operators if phase == "forward" or op.recomputed]
+            operators = [op if phase == "forward" else op.rerun for op in layer.operators
+                         if phase == "forward" or op.recomputed]
             marks = [0, *(i for i, op in enumerate(operators) if op.reading_s), len(operators)]
             items = self.forward_items(operators[marks[part]:marks[part + 1]])
             head: Items = before if part == 0 else ()
@@ -192,7 +193,8 @@ class Compute:
     def recomputed(self, layer: Layer, policy: str) -> Items:
         """What recomputation under `policy` runs again in backward (Korthikanti et al. 2022, section 4)."""
         if policy == "full":
-            return (*self.checkpoint(layer), *self.forward_items([op for op in layer.operators if op.recomputed]))
+            return (*self.checkpoint(layer), *self.forward_items(
+                [op.rerun for op in layer.operators if op.recomputed]))
         if policy == "selective-op":
             return tuple(item for op in again_operators(layer) for item in self._but_sums(op))
         modules = modules_of(policy)

@@ -54,8 +54,13 @@ def test_dynamic_scaling_takes_a_pass_for_the_maximum_and_quantises_again_in_bac
 
 def test_compiled_the_maximum_is_found_where_the_tensor_is_made() -> None:
     low = lowered("fp8", "torchtitan", **{"software.compile": True})
-    assert quantised(low, False) == (INPUTS + WEIGHTS) * 4
-    assert quantised(low, True) == (OUTPUTS + INPUTS + WEIGHTS) * 4
+    stream, inner = TOKENS * HIDDEN, TOKENS * FFN
+    # inputs of qkv and up, of the projection (in memory) and down; of weights both copies
+    assert quantised(low, False) == stream * (3 + 3 + 5) + inner * 3 + WEIGHTS * (2 + 2 + 2)
+    # gradients of values, and of keys and queries in fp32, of the projection, down and up; inputs of qkv, the
+    # projection and up (a sum's norm is written and read twice), that of down beside up's gradient
+    gradients = stream * (3 * 6 + 4 + 6) + inner * (2 * 2 + 1 + 2)
+    assert quantised(low, True) == gradients + stream * (3 + 5 + 7)
 
 
 def test_scales_per_block_need_no_pass_before() -> None:

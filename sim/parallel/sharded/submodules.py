@@ -27,7 +27,7 @@ class Submodule:
     @property
     def again(self) -> tuple[Operator, ...]:
         """Operators that full recomputation runs again."""
-        return tuple(op for op in self.operators if op.recomputed)
+        return tuple(op.rerun for op in self.operators if op.recomputed)
 
 
 def submodules(layer: Layer, threshold: int) -> tuple[Submodule, ...]:

@@ -190,6 +190,11 @@ class Run:
         self._restoring: Frame | None = None
         self._running: Node | None = None
 
+    @property
+    def checkpointed(self) -> bool:
+        """Whether a checkpoint keeps nothing of what runs, or brings it back."""
+        return self._saving is not None or self._restoring is not None
+
     # ------------------------------------------------------------------------------------------- making tensors
     def at(self, operator: str) -> None:
         """Name what follows."""

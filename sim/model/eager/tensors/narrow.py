@@ -15,10 +15,13 @@ class Narrow:
 
     Attributes:
         keeps_inputs: what is kept is the input, not its copies. caches_weights: the weight's copies are elsewhere.
+        compiled: torch.compile writes them (`sim.model.compiled_casts`). What makes an input makes it again in
+            backward, and the weight's turned copy is kept, but in what a checkpoint makes again.
     """
 
-    def __init__(self, dtype: str, keeps_inputs: bool, caches_weights: bool) -> None:
-        self.dtype, self.keeps_inputs, self.caches_weights = dtype, keeps_inputs, caches_weights
+    def __init__(self, dtype: str, keeps_inputs: bool, caches_weights: bool, compiled: bool = False) -> None:
+        self.dtype, self.keeps_inputs, self.caches_weights = dtype, keeps_inputs and not compiled, caches_weights
+        self.compiled = compiled
 
     def copies(self, run: Run, elements: int) -> list[Storage]:
         """A tensor's two copies."""
@@ -30,14 +33,24 @@ class Narrow:
         Backward reads the transposed input, and the weight both ways. Of an input gathered from `gathered` slices only
         this rank's is kept.
         """
-        spare = self.copies(run, inputs)
+        spare = [self.once(run, inputs)] if self.compiled else self.copies(run, inputs)
         kind, run.kind = run.kind, COPIES
         weight = [] if self.caches_weights else self.copies(run, weights)
+        if self.compiled and not run.checkpointed:
+            run.save(node, weight.pop() if weight else self.once(run, weights))
         run.kind = kind
+        if self.compiled:
+            return [*spare, *weight]
         if self.keeps_inputs:
             return [*spare, *weight]
         run.save(node, run.new(inputs // gathered, self.dtype) if gathered > 1 else spare.pop(), *weight)
         return spare
+
+    def backward(self, run: Run, inputs: int, weights: int, outputs: int, kept: bool) -> list[Storage]:
+        """Copies that backward makes of the output's gradient; compiled, those of the input and of the weight, unless
+        it is `kept`, stand beside them."""
+        more = [inputs, *([] if kept else [weights])] if self.compiled else []
+        return [*self.copies(run, outputs), *(self.once(run, elements) for elements in more)]
 
     def frozen(self, run: Run, node: Node, inputs: int, weights: int) -> list[Storage]:
         """The same of a weight that is not trained: nobody reads the transposed input, so it is not made, let alone
@@ -65,4 +78,5 @@ def narrow(style: Style) -> Narrow | None:
     if DTYPE_BYTES[style.gemm] >= DTYPE_BYTES[style.act]:
         return None
     stack = style.stack
-    return Narrow(style.gemm, stack.narrow_keeps_inputs, stack.narrow_weights_cached or style.arrives_narrow)
+    return Narrow(style.gemm, stack.narrow_keeps_inputs, stack.narrow_weights_cached or style.arrives_narrow,
+                  style.compiles_casts and not style.scattered)

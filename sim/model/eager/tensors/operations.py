@@ -220,10 +220,11 @@ def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool,
     if bias and bias_last:
         copy_bias = weight_copy(run, Weight(features_out, dtype))
     rows, needed, act = gathered * x.elements // features_in, x.sink is not None, x.dtype
+    kept = not run.checkpointed
     whole = run.new(rows * features_in, act) if gathered > 1 else None
 
     def rule(run: Run, _: Gradients) -> Gradients:
-        spare = [] if narrow is None else narrow.copies(run, rows * features_out)
+        spare = [] if narrow is None else narrow.backward(run, rows * features_in, size, rows * features_out, kept)
         again = run.new(rows * features_in, act) if gathered > 1 else None
         gradient = run.new(rows * features_in, act) if needed else None
         if again is not None and gradient is not None:
