@@ -41,10 +41,16 @@ class _Way:
     hbm: float
 
 
+def by_ranks(kernel: str, generation: str) -> Mapping[int, Mapping[str, int]]:
+    """By number of GPUs the most bytes of every way of a table of `network/sums.yaml`, in its order."""
+    rows = table("network/sums.yaml")[kernel]
+    found: Mapping[int, Mapping[str, int]] = rows.get(generation, rows["other"])
+    return found
+
+
 def _bounds(site: Site) -> Mapping[str, int]:
-    """The most bytes of every way that the engine has for as many GPUs, in its order; none where NCCL serves."""
-    rows = table("network/sums.yaml")[site.peer_sums]
-    found: Mapping[str, int] = rows.get(site.topology.generation, rows["other"]).get(site.place.size, {})
+    """The most bytes of every way that the engine has for as many GPUs; none where NCCL serves."""
+    found = by_ranks(site.peer_sums, site.topology.generation).get(site.place.size, {})
     if found and not site.topology.multicasts:  # torch's symmetric memory asks for it, whichever way it then takes
         return {way: most for way, most in found.items() if not way.startswith("Copied")}
     return found
