@@ -1,10 +1,10 @@
-"""Sums of tensors by kernels of an inference engine's own, over NVLink peer memory: seven ways to do it.
+"""Sums of tensors by kernels of an inference engine's own, over NVLink peer memory: nine ways to do it.
 
 Read, or pushed, in one shot: every GPU gets all others' tensors and adds them up. In two shots it sums a slice of them
 and the slices' sums go round. Which way serves how many bytes on how many GPUs: `network/sums.yaml`. Sources of the
 kernels: vLLM 0.3.0 to 0.24.0 csrc/custom_all_reduce.cuh and symm_mem.py; SGLang 0.5.14
-jit_kernel/csrc/distributed/custom_all_reduce_{push,pull}.cuh; FlashInfer 0.6.12 trtllm_allreduce_fusion.cuh, which is
-TensorRT-LLM's; gpt-fast's ENABLE_INTRA_NODE_COMM alike (recalled).
+jit_kernel/csrc/distributed/custom_all_reduce_{push,pull}.cuh; FlashInfer 0.6.12 trtllm_allreduce_fusion.cuh and
+trtllm_mnnvl_allreduce.cuh, which are TensorRT-LLM's; gpt-fast's ENABLE_INTRA_NODE_COMM alike (recalled).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from sim.catalog import table
 from sim.network.fabric.routes import Loads, multicast_loads, ring_loads
+from sim.network.fabric.topology import Topology
 from sim.network.nccl.candidate import Candidate
 from sim.network.nccl.site import Site
 from sim.network.nccl.tuner import Judgement
@@ -41,16 +42,18 @@ class _Way:
     hbm: float
 
 
-def by_ranks(kernel: str, generation: str) -> Mapping[int, Mapping[str, int]]:
+def by_ranks(kernel: str, topology: Topology) -> Mapping[int, Mapping[str, int]]:
     """By number of GPUs the most bytes of every way of a table of `network/sums.yaml`, in its order."""
-    rows = table("network/sums.yaml")[kernel]
-    found: Mapping[int, Mapping[str, int]] = rows.get(generation, rows["other"])
+    rows, tray = table("network/sums.yaml")[kernel], topology.intra.tray
+    found: Mapping[int, Mapping[str, int]] = rows.get(topology.generation, rows["other"])
+    if tray:
+        found = {n: ways for n, ways in found.items() if n <= tray} | rows.get("trays", {})
     return found
 
 
 def _bounds(site: Site) -> Mapping[str, int]:
     """The most bytes of every way that the engine has for as many GPUs; none where NCCL serves."""
-    found = by_ranks(site.peer_sums, site.topology.generation).get(site.place.size, {})
+    found = by_ranks(site.peer_sums, site.topology).get(site.place.size, {})
     if found and not site.topology.multicasts:  # torch's symmetric memory asks for it, whichever way it then takes
         return {way: most for way, most in found.items() if not way.startswith("Copied")}
     return found
@@ -64,7 +67,7 @@ def able(site: Site) -> bool:
 
 def peer_sums(site: Site) -> Iterator[Candidate]:
     """The ways an engine takes by size alone, whatever NCCL would."""
-    ways = {**_read(site), **_pushed(site), **_copied(site)}
+    ways = {**_read(site), **_pushed(site), **_switched(site), **_copied(site)}
     loads = ring_loads(site.place)
     for order, (name, most) in enumerate(_bounds(site).items(), 1):
         # chosen wherever it may be: NCCL's own estimates are all above a thousandth of a microsecond
@@ -113,6 +116,14 @@ def _pushed(site: Site) -> dict[str, _Way]:
     n, others = site.place.size, site.place.size - 1.0
     start_us = site.own("push_start_us") + others * site.own("push_peer_us")
     return {"PushedOneShot": _Way(start_us, others / _pushing_bps(site), others, n + 1.0)}
+
+
+def _switched(site: Site) -> dict[str, _Way]:
+    """The same by stores to a multicast address, which the switch spreads, the rank's own included: in one shot of all
+    tensors, in two of the slices' sums, behind a first trip of the slices to those who sum them."""
+    n, link, start_us = site.place.size, site.inside_bps(), site.own("push_start_us")
+    return {"SwitchedOneShot": _Way(start_us, n / link, float(n), n + 1.0),
+            "SwitchedTwoShot": _Way(start_us + site.own("peer_trip_us") / 2, (2 - 1 / n) / link, 2 - 1 / n, 4.0)}
 
 
 def _copied(site: Site) -> dict[str, _Way]:

@@ -230,10 +230,10 @@ def peer_sums_in_vain(scenario: Scenario) -> list[str]:
     mode, tensor, cluster = scenario.training.mode, scenario.parallel.tensor, scenario.cluster
     if not isinstance(mode, Inference) or mode.inference.all_reduce == "nccl" or tensor == 1:
         return []
-    kernel, generation = stack_of(scenario.software).sums_kernel, generation_of(cluster.topology.gpu)
-    why = (f"{tensor} tensor ranks are more than eight or a node has" if tensor > min(8, cluster.gpus_per_node) else
-           "NVLink does not join the GPUs" if cluster.topology.intra.kind in ("pcie", "none") else
-           f"the engine has no such kernel for {tensor} GPUs" if tensor not in by_ranks(kernel, generation) else "")
+    able = by_ranks(stack_of(scenario.software).sums_kernel, Topology.from_mapping(cluster.template()))
+    why = ("NVLink does not join the GPUs" if cluster.topology.intra.kind in ("pcie", "none") else
+           f"{tensor} tensor ranks are more than a node has" if tensor > cluster.gpus_per_node else
+           f"the engine has no such kernel for {tensor} GPUs of this kind" if tensor not in able else "")
     return [f"inference: all_reduce peers changes nothing: {why}"] if why else []
 
 

@@ -76,6 +76,26 @@ def test_multicast_between_copies_by_hand() -> None:
     assert taken_s(net, size, 8) == pytest.approx(start * 1e-6 + switched_s + copied_s)
 
 
+def test_multicast_stores_across_trays_by_hand() -> None:
+    """The switch spreads what a rank stores: all tensors in one shot; in two the slices first, then their sums."""
+    net = network("gb300-nvl72", peer_sums="trtllm_large")
+    start, size = F["push_start_us.blackwell"] * 1e-6, 1 << 20
+    assert taken_s(net, 65536, 8) == pytest.approx(start + 8 * 65536 / net.speeds.gpu)
+    second_s = F["peer_trip_us.blackwell"] / 2 * 1e-6
+    assert taken_s(net, size, 8) == pytest.approx(start + second_s + (7 / 8 + 1) * size / net.speeds.gpu)
+
+
+@pytest.mark.parametrize(("kernel", "ranks", "size", "way"), [
+    ("vllm", 4, 8192, "OneShot"), ("vllm", 8, 8192, ""), ("sglang", 4, 8192, "PushedOneShot"), ("sglang", 8, 8192, ""),
+    ("trtllm", 8, 8192, ""), ("trtllm_large", 4, 8192, "PushedOneShot"), ("trtllm_large", 8, 131074, "SwitchedTwoShot"),
+    ("trtllm_large", 16, 65536, "SwitchedOneShot"), ("trtllm_large", 32, 8192, ""),
+    ("vllm_symmetric", 8, 8192, "CopiedMulticast"), ("vllm_fused_symmetric", 8, 8192, "SwitchedOneShot")])
+def test_handles_end_at_a_tray(kernel: str, ranks: int, size: int, way: str) -> None:
+    """A rack's host has four GPUs: across hosts multicast alone serves, where an engine has it; else NCCL."""
+    found = flow(network("gb200-nvl72", max(ranks, 4), peer_sums=kernel), size, ranks)
+    assert (found.algorithm if found.protocol == "peers" else "") == way
+
+
 def test_two_gpus_read_through_a_buffer_at_the_blocks_pace() -> None:
     net, size = network("hgx-b200", peer_sums="vllm_symmetric"), 4 << 20
     start = F["peer_start_us.blackwell"] + 2 * F["peer_trip_us.blackwell"] + 2 * F["staged_us.blackwell"]
