@@ -302,8 +302,9 @@ def hardware_for(scenario: Scenario, jitter_s: float = 0.0) -> tuple[Device, Net
     Args:
         jitter_s: of ranks that meet in a collective.
     """
-    software, peers = scenario.software, _peer_sums(scenario)
+    software = scenario.software
     stack = stack_of(software)
+    peers = _peer_sums(scenario, stack)
     key = (f"{scenario.cluster.model_dump_json()}{software.nccl.model_dump_json()}{jitter_s} {stack.product_rate} "
            f"{_pushing(scenario, stack)} {stack.nccl_release} {peers} {software.cuda_graphs}")
     if key not in _HARDWARE:
@@ -325,9 +326,10 @@ def _pushing(scenario: Scenario, stack: Stack) -> Pushing | None:
     return Pushing(stack.dispatch_kernel, moe.top_k, 2 * scenario.model.hidden)
 
 
-def _peer_sums(scenario: Scenario) -> bool:
+def _peer_sums(scenario: Scenario, stack: Stack) -> str:
+    """Whose kernels small sums are; "" for NCCL's."""
     mode = scenario.training.mode
-    return isinstance(mode, Inference) and mode.inference.all_reduce == "peers"
+    return stack.sums_kernel if isinstance(mode, Inference) and mode.inference.all_reduce == "peers" else ""
 
 
 def _hardware(scenario: Scenario, jitter_s: float, stack: Stack) -> tuple[Device, Network]:
@@ -339,7 +341,7 @@ def _hardware(scenario: Scenario, jitter_s: float, stack: Stack) -> tuple[Device
                       cluster.intra_gbps_per_gpu, cluster.inter_gbps_per_node,
                       asked | {"version": asked["version"] or stack.nccl_release}, jitter_s,
                       _pushing(scenario, stack),
-                      _peer_sums(scenario))
+                      _peer_sums(scenario, stack))
     share = host_share(cluster.topology.host, cluster.gpus_per_node, cluster.topology.intra.gpus_per_switch or 1)
     drawn = 1 if cluster.clock_spread else cluster.nodes * cluster.gpus_per_node  # else their clocks are known
     card = with_products(gpu(cluster.topology.gpu, overrides), stack.product_rate)

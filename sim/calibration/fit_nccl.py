@@ -1,20 +1,23 @@
 """`python -m sim.calibration.fit_nccl`: fits `sim/network/figures.yaml` to the sweeps of `data/collectives*.yaml`.
 
 Every figure starts at the value NCCL's tuner or a datasheet gives (`data/nccl_priors.yaml`) and moves only as far as
-the sweeps ask. With `--check`, whole sites are left out in turn and predicted from the others.
+the sweeps ask. With `--check`, whole sites are left out in turn and predicted from the others. With `--only NAME ...`
+families of that name move alone, and all other figures stay what they are.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from sim.calibration.nccl.figures import Floats, Parameters
+from sim.calibration.nccl.figures import Floats, Parameters, families
 from sim.calibration.nccl.left_out import left_out
 from sim.calibration.nccl.solver import influence, residuals, solve
 from sim.calibration.nccl.sweeps import load, summary
+from sim.network.figures import catalogue
 
 FILE = Path(__file__).resolve().parents[1] / "network" / "figures.yaml"
 ORIGINS = FILE.with_name("figures_origin.yaml")
@@ -45,9 +48,18 @@ def write(parameters: Parameters, shifts: Floats, sites: dict[str, set[str]], pa
     path.with_name(ORIGINS.name).write_text("\n".join(origins) + "\n", encoding="utf-8")
 
 
+def _standing(only: Sequence[str]) -> dict[str, float]:
+    """What figures of other families than `only` are now; none where all move."""
+    known = catalogue() if only else {}
+    return {f"{family.name}.{member}": known[f"{family.name}.{member}"]
+            for family in families() if family.name not in only for member in family.members if known}
+
+
 def main() -> None:
     """Fit, write, and with `--check` cross-validate."""
-    parameters = Parameters()
+    words = sys.argv[1:]
+    only = [name for name in words[words.index("--only") + 1:] if not name.startswith("-")] if "--only" in words else []
+    parameters = Parameters(_standing(only), only=only)
     zero = np.zeros(len(parameters.names))
     if not FILE.exists():
         write(parameters, zero, {})
@@ -58,7 +70,7 @@ def main() -> None:
     for sweep in sorted(sweeps, key=lambda s: -s.error()):
         print(f"{100 * sweep.error():6.1f}% {sweep.id}")
     print(summary(sweeps))
-    if "--check" in sys.argv[1:]:
+    if "--check" in words:
         errors = left_out(sorted({s.site for s in sweeps}))
         for nodes, name in ((1, "one node"), (2, "several nodes")):
             found = [e for s, e in ((s, errors[s.id]) for s in sweeps) if min(s.nodes, 2) == nodes]

@@ -33,7 +33,7 @@ class Network:
         jitter_s: standard deviation of a rank's arrival; a collective of n ranks waits for the expected latest.
         nccl: forced choices: `algorithm` (Ring, Tree, NVLS ...), `protocol` (LL, LL128, Simple), `channels`; `version`.
         one_sided: the one-sided kernels (DeepEP) that all-to-alls are, if they are not NCCL's grouped sends.
-        peer_sums: small all-reduces are kernels of an inference engine's own (`sim.network.nccl.peer_sums`).
+        peer_sums: whose kernels small all-reduces are, a table of `sums.yaml` (`nccl.peer_sums`); "" = NCCL's.
 
     Raises:
         UserError: several nodes but no link between them.
@@ -41,7 +41,7 @@ class Network:
 
     def __init__(self, topology: Topology, nodes: int, gpus_per_node: int, intra_gbps_per_gpu: float | None = None,
                  inter_gbps_per_node: float | None = None, nccl: Mapping[str, Any] | None = None,
-                 jitter_s: float = 0.0, one_sided: Pushing | None = None, peer_sums: bool = False) -> None:
+                 jitter_s: float = 0.0, one_sided: Pushing | None = None, peer_sums: str = "") -> None:
         self.topology = topology
         self.jitter_s = jitter_s
         self.one_sided, self.peer_sums = one_sided, peer_sums

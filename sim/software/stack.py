@@ -218,6 +218,8 @@ class Stack:
         document_exchanges: ways of `parallel.context_exchange` that take documents inside a sequence.
         kv_cache: how inference's cache grows: concatenated (written anew with every token) or in_place.
         weight_hooks: weights in host memory come module by module, waited for, in front of each forward (accelerate).
+        sums_kernel: whose kernels sum small tensors of tensor ranks where an engine's own are asked for (a table of
+            `network/sums.yaml`).
         biased_attention: fused attention takes scores that relative positions are added to.
         biased_softmax_wide: softmax of scores that relative positions were added to is taken in fp32.
         relative_bias_anew: a token's relative positions are looked up for all queries so far, and the last is used.
@@ -390,6 +392,7 @@ class Stack:
     document_exchanges: str
     kv_cache: str
     weight_hooks: bool
+    sums_kernel: str
     biased_attention: bool
     biased_softmax_wide: bool
     relative_bias_anew: bool

@@ -48,7 +48,9 @@ models (+15 to +40% before): that compiled norms loop over a row by 2,048 elemen
 input rides in the norm or activation in front of it and is shared by products of one input, that keys are written
 beside their rotation and read by groups, and that operands in 8 and 4 bits are padded. On Dynamo's long prompts it was
 seen that FlashAttention-3 could not be named (-16% at 3,000 tokens to +17% at 16,000 before); of its rows some 15 ms
-are the server's, which is not simulated."""
+are the server's, which is not simulated. That sums are those of each engine's own kernels (November 2026, from
+AIConfigurator's timings of them; Llama 3 70B under TensorRT-LLM on eight B200 +5 to +44% before) asks for the release,
+which InferenceMAX's file tells of few rows: the others' are recalled."""
 
 #: What follows the name of a source in the record of errors where its figures are recalled.
 MARK = RECALLED

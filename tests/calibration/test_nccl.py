@@ -233,7 +233,8 @@ def test_the_figures_fit_the_sweeps_they_came_from() -> None:
     assert found["one node"][0] == 32 and found["several nodes"][0] == 25
     assert found["one node"][1] < 0.055 and found["several nodes"][1] < 0.12
     assert found["several nodes"][2] < 0.20
-    for series, count, median, high in (("aiconfigurator", 101, 0.09, 0.18), ("aiconfigurator-sums", 17, 0.055, 0.08)):
+    for series, count, median, high in (("aiconfigurator", 101, 0.09, 0.18), ("aiconfigurator-sums", 17, 0.055, 0.08),
+                                        ("aiconfigurator-engines", 46, 0.07, 0.15)):
         number, middle, last = summary(s for s in sweeps if s.series == series)["one node"]
         assert number == count and middle < median and last < high
 

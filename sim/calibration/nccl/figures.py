@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import exp
 from typing import Any
@@ -16,7 +16,9 @@ from sim.network.figures import catalogue
 Floats = npt.NDArray[np.float64]
 #: Families whose figures are shares of a nominal rate and cannot pass 1.
 _SHARES = ("link_share", "pcie_share", "send_share", "one_way_share", "fabric_share", "ll128_share", "nvls_share",
-           "nvls_tree_share", "tree_share")
+           "nvls_tree_share", "tree_share", "push_share")
+#: Spread (logarithm) of what a fit of other families holds.
+_HELD = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +50,23 @@ class Parameters:
     Args:
         center: values that take the place of the priors, by name (a cluster's fit starts at the catalogue's).
         least: how far a member may at least differ from its family.
+        only: families that move, the others stay where they are; none given: all.
     """
 
-    def __init__(self, center: Mapping[str, float] | None = None, least: float = 0.0) -> None:
+    def __init__(self, center: Mapping[str, float] | None = None, least: float = 0.0,
+                 only: Collection[str] = ()) -> None:
         self.families = families()
         center = center or {}
         self.spreads: list[float] = []
         self.names: list[str] = []
         self._slots: dict[str, tuple[float, int, int]] = {}
         for family in self.families:
-            common = self._add(family.name, family.spread)
+            held = bool(only) and family.name not in only
+            common = self._add(family.name, _HELD if held else family.spread)
             for member, prior in family.members.items():
                 alone = len(family.members) == 1
-                own = -1 if alone else self._add(f"{family.name}.{member}", max(family.between, least))
+                between = _HELD if held else max(family.between, least)
+                own = -1 if alone else self._add(f"{family.name}.{member}", between)
                 name = f"{family.name}.{member}"
                 self._slots[name] = (center.get(name, prior), common, own)
 

@@ -93,9 +93,17 @@ from the others; what belongs to a fabric stays with the fabric.
   move 5 and 1.4 and are predicted at 23 and 12: not fitted beyond 4 KiB (64 KiB on two). Small
   calls of theirs take 6 us where generation ampere, which stands for Ada too, has 8. Reductions of bytes cost a block
   3 to 5 % more than of halves (two GPUs 7 to 13 %): no figure. The releases behind 2.23's files are the folder's word.
-* TensorRT-LLM's kernel for small sums is up to twice as fast as vLLM's and SGLang's (2.6 against 4.5 us on two H100,
-  4.7 against 7 on two B200; at 1 MiB on B200 8 against 20): `all_reduce: peers` is the latter's. Newer vLLM leaves its
-  kernel for others beyond 256 KiB on eight H100.
+* Engines sum in other ways since (`network/sums.yaml`): pushed in one shot (SGLang 0.5.14, TensorRT-LLM, FlashInfer's
+  under vLLM: a start without flags, 2.8 us on Hopper and 4.4 on Blackwell where reading starts in 4.6 and 7.2, then
+  links at 82 to 84 %, on A100 70), in two shots that spread, through a buffer, or by multicast between copies. Taken
+  for vLLM's first kernel they were 21 to 95 % off (median of sizes, mostly slow), now 3 to 9 %. Of the trips that
+  two shots wait for, two and five, the number was settled with the sweeps seen. SGLang's push starts 10 to 25 % faster
+  than TensorRT-LLM's, up to 8 KiB: one figure stands for both.
+* Not modelled of TensorRT-LLM: 1.2.0rc5 goes over to two shots on four Hopper GPUs from 64 KiB (and on two at 16 and
+  64 KiB), where 1.3 stays at half the time; what 1.3 does beyond one shot starts later than 1.2's two shots and is
+  predicted 15 to 35 % fast. GB200 of vLLM 0.19, 0.24 and SGLang 0.5.9 start in 4.5 to 5.3 us where other runs of that
+  kernel on GB200 and GB300 take 7 to 7.6, so that these are predicted 35 to 40 % slow. vLLM keeps its own kernel to 4
+  MiB on B300 (1 MiB on B200, which stands for it), and one run of vLLM 0.14 on H200 went to NCCL from 256 KiB on.
 * What all_reduce_bench.py measured has its host's 20 us on top of each call (`timing: event`, from its code as
   recalled): taken to be a floor before, they had made NVLink SHARP's start twice as long.
 * A100's rings in Simple are not settled: 16 us of start, 9.6 a step and 5.7 a slice, or 26, 7.5 and 4.3. The latter is

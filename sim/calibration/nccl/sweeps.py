@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 LEAST_BYTES = 1024
 _KIND = {"send_recv": "send"}
 #: Files of measured sweeps in `calibration/data`.
-_FILES = ("collectives", "collectives_aic", "collectives_peers")
+_FILES = ("collectives", "collectives_aic", "collectives_peers", "collectives_engines")
 
 
 @dataclass(slots=True)
@@ -152,7 +152,7 @@ def sweep_of(entry: Mapping[str, Any], mapping: Mapping[str, Any] | None = None)
     said = {**entry, "nodes": nodes}
     network = Network(topology, nodes, per_node, nccl={
         "version": nccl_version(said, topology.generation), "algorithm": entry.get("algorithm")},
-        peer_sums=entry.get("kernel") == "peers")
+        peer_sums=str(entry.get("kernel") or ""))
     return Sweep(
         id=str(entry["id"]), site=str(entry.get("site", entry["id"])), kind=_KIND.get(entry["op"], entry["op"]),
         nodes=-(-ranks // per_node), ranks=ranks, sizes=[int(row[0]) for row in rows],

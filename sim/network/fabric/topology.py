@@ -36,6 +36,7 @@ class Intra:
         pcie: key of `pcie` in links.yaml.
         peers: GPUs without NVLink reach one another over PCIe; else through the host.
         through_host: they do not, and it is known which share a PCIe switch: what goes between them takes its uplink.
+        tray: GPUs of one host where NVLink joins several hosts; 0 = a node is one host.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Intra:
     pcie: str
     peers: bool = True
     through_host: bool = False
+    tray: int = 0
 
     def islands(self) -> bool:
         """Whether NVLink joins some GPUs of a node but not all of them: bridged pairs."""
@@ -147,11 +149,11 @@ def _pcie_key(text: str) -> str:
     return text if text in facts()["pcie"] else "gen4x16"
 
 
-def _peerless(gpu: Any) -> bool:
-    """Whether a GPU's driver lets none reach another over PCIe (`peerless` of links.yaml)."""
+def _called(gpu: Any) -> str:
+    """A topology's GPU by its name in the catalogue."""
     if isinstance(gpu, Mapping):
         gpu = gpu.get("like") or gpu.get("name") or ""
-    return str(gpu).lower() in facts()["peerless"]
+    return str(gpu).lower()
 
 
 def _intra(m: Mapping[str, Any], gpus: int, host_pcie: str, gpu: Any) -> Intra:
@@ -166,10 +168,12 @@ def _intra(m: Mapping[str, Any], gpus: int, host_pcie: str, gpu: Any) -> Intra:
     per_gpu = max((sum(row) for row in matrix), default=int(m.get("links_per_gpu") or 1))
     gen = m.get("gen")
     pcie = host_pcie if gen is None else f"gen{gen}x16" if str(gen).isdigit() else str(gen)
-    peers = kind != "pcie" or (not _peerless(gpu) if m.get("peer_copies") is None else bool(m["peer_copies"]))
+    copies = _called(gpu) not in facts()["peerless"] if m.get("peer_copies") is None else bool(m["peer_copies"])
+    peers = kind != "pcie" or copies
     return Intra(kind=kind, link=str(m.get("link") or ("nvlink3" if kind.startswith("nv") else "")),
                  links_per_gpu=per_gpu, matrix=matrix, gpus_per_switch=int(m.get("gpus_per_switch") or gpus),
-                 pcie=_pcie_key(pcie), peers=peers, through_host=not peers and bool(m.get("gpus_per_switch")))
+                 pcie=_pcie_key(pcie), peers=peers, through_host=not peers and bool(m.get("gpus_per_switch")),
+                 tray=int(facts()["trays"].get(_called(gpu), 0)) if kind == "nvswitch" else 0)
 
 
 def reads_gpus(fabric: str, generation: str) -> bool:

@@ -52,7 +52,7 @@ class Site:
         channels: forced by the user, None for NCCL's own count.
         version: NCCL's, (major, minor) and patch if told.
         one_sided: what all-to-alls are where they are not NCCL's grouped sends.
-        peer_sums: small all-reduces are kernels that read their peers' memory, where NVLink joins all.
+        peer_sums: whose kernels small all-reduces are where NVLink joins all, a table of `sums.yaml`; "" = NCCL's.
     """
 
     topology: Topology
@@ -63,7 +63,7 @@ class Site:
     channels: int | None = None
     version: tuple[int, ...] = TODAY
     one_sided: Pushing | None = None
-    peer_sums: bool = False
+    peer_sums: str = ""
 
     @property
     def fabric(self) -> str:

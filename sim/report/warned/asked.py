@@ -7,6 +7,7 @@ from sim.errors import nearest
 from sim.model.scenario_style import fitting
 from sim.network import Topology
 from sim.network.fabric.topology import generation_of, reads_gpus, speeds
+from sim.network.nccl.peer_sums import by_ranks
 from sim.report.advice.candidates import own_half
 from sim.report.warned.attention import documents_in_vain, joint_beside_frozen, not_flash, third_in_vain
 from sim.scenario import Scenario
@@ -225,12 +226,14 @@ def budget_in_vain(scenario: Scenario) -> list[str]:
 
 
 def peer_sums_in_vain(scenario: Scenario) -> list[str]:
-    """A warning where an engine's own kernel for small sums is asked for and too many GPUs or no NVLink prevent it."""
+    """A warning where an engine's own kernels for sums are asked for and the number of GPUs or no NVLink prevents."""
     mode, tensor, cluster = scenario.training.mode, scenario.parallel.tensor, scenario.cluster
     if not isinstance(mode, Inference) or mode.inference.all_reduce == "nccl" or tensor == 1:
         return []
-    why = (f"{tensor} tensor ranks are more than eight or a node has" if tensor > min(8, cluster.gpus_per_node) else
-           "NVLink does not join the GPUs" if cluster.topology.intra.kind in ("pcie", "none") else "")
+    able = by_ranks(stack_of(scenario.software).sums_kernel, Topology.from_mapping(cluster.template()))
+    why = ("NVLink does not join the GPUs" if cluster.topology.intra.kind in ("pcie", "none") else
+           f"{tensor} tensor ranks are more than a node has" if tensor > cluster.gpus_per_node else
+           f"the engine has no such kernel for {tensor} GPUs of this kind" if tensor not in able else "")
     return [f"inference: all_reduce peers changes nothing: {why}"] if why else []
 
 

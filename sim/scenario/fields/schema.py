@@ -156,7 +156,8 @@ class InferenceRun(Table):
     generate: TokensOrNone = needs("tokens generated; of an encoder none: 0, or left out")
     batch: Sequences = needs("sequences at once")
     all_reduce: Literal["nccl", "peers"] = has(
-        "nccl", "small sums of tensor ranks: NCCL's, or a kernel of the engine's own that reads its peers over NVLink")
+        "nccl", "small sums of tensor ranks: NCCL's, or kernels of the engine's own over NVLink: those of the engine "
+        "that software.versions names (vllm, sglang, tensorrt_llm; vllm and flashinfer: fused ones), else vLLM's first")
     kv_cache: Literal["same", "fp8", "int8"] = has("same", "cache of keys and values: same as activations, fp8 or int8")
     batching: Literal["static", "continuous"] = has(
         "static", "static = the prompts together, then a token of each; continuous = as engines under load: an answer "

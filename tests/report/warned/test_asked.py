@@ -20,6 +20,7 @@ from sim.report.warned.asked import (
     links_in_vain,
     links_of_other_cards,
     overlap_in_vain,
+    peer_sums_in_vain,
     prefetch_in_vain,
     protocol_in_vain,
     same_tokens,
@@ -62,6 +63,19 @@ def test_a_deterministic_megatron_is_asked_for_its_algorithm_and_nothing_else_is
     assert accumulation_in_vain(asks(fused_accumulation=False)) == accumulation_in_vain(asks()) == []
     (nothing,) = said({"inference": {"prompt": 64, "generate": 8, "batch": 1}}, deterministic=True)
     assert "inference are not simulated" in nothing
+
+
+@pytest.mark.parametrize(("tensor", "versions", "said"), [
+    (6, {}, ""), (6, {"tensorrt_llm": "1.2"}, "no such kernel for 6 GPUs"), (3, {}, "no such kernel for 3 GPUs"),
+    (3, {"sglang": "0.5.14"}, ""), (1, {"tensorrt_llm": "1.2"}, "")])
+def test_an_engine_has_kernels_for_so_many_gpus(tensor: int, versions: dict[str, str], said: str) -> None:
+    found = peer_sums_in_vain(resolve({
+        "name": "x", "cluster": {"topology": "dgx-h100", "nodes": 1, "gpus_per_node": tensor},
+        "model": {"kind": "decoder", "layers": 4, "hidden": 1536, "heads": 12, "vocab": 1536},
+        "training": {"micro_batch": 1, "sequence": 128, "mode": {"inference": {
+            "prompt": 64, "generate": 8, "batch": 1, "all_reduce": "peers"}}},
+        "parallel": {"tensor": tensor}, "software": {"year": 2026, "versions": versions}}))
+    assert (said in found[0]) if said else not found
 
 
 def test_an_overlap_that_megatron_of_2021_has_not_is_said_to_change_nothing() -> None:
