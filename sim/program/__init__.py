@@ -11,10 +11,12 @@ from sim.program.columns import (
     Label,
     MemoryOp,
     Program,
+    Read,
     Section,
     Segment,
 )
 from sim.program.job import Communicator, Job, RankClass
 
 __all__ = ["ON_CPU", "CollectiveCall", "Communicator", "Copy", "Inline", "InlineCall", "Job", "Kind", "Label",
-           "MemoryOp", "Program", "ProgramBuilder", "RankClass", "Section", "SectionBuilder", "Segment", "Tables"]
+           "MemoryOp", "Program", "ProgramBuilder", "RankClass", "Read", "Section", "SectionBuilder", "Segment",
+           "Tables"]

@@ -76,10 +76,32 @@ class Inline(NamedTuple):
 
 
 class InlineCall(NamedTuple):
-    """An `Inline` by contents, as `ProgramBuilder.segment` takes it."""
+    """An `Inline` by contents, as `ProgramBuilder.segment` takes it.
+
+    Attributes:
+        reads_s: host time between a number that the host reads on the GPU and its launch; 0 = it does not wait.
+        told: what it brings is read in front of the next call that waits; without one, that call waits for everything
+            in front of it.
+    """
 
     call: CollectiveCall
     beside: tuple[Kernel, ...] = ()
+    reads_s: float = 0.0
+    told: bool = False
+
+
+class Read(NamedTuple):
+    """A read of the host within a row of items.
+
+    Attributes:
+        behind: number of items that are over by then.
+        before: the item that is launched behind it; those between are launched in front of it.
+        host_s: from their end to the launch.
+    """
+
+    behind: int
+    before: int
+    host_s: float
 
 
 class Label(NamedTuple):

@@ -113,6 +113,8 @@ class Stack:
         dispatch_once: a token travels once to every node (within a node: GPU) that holds some of its experts, and is
             copied there; else once to each expert.
         dispatch_kernel: whose kernels do so: deepep, hybridep.
+        dispatch_read: what is over when the host reads how many rows go where, which a dispatch waits for: nothing that
+            it knew of (none), all in front of the dispatch (behind), or the counts, beside the permutation (beside).
         experts_scattered: mixtures train over tensor ranks only where these cut the sequence.
         expert_overlap: what hides tokens on their way to experts: none, shared (experts), batches (a forward and a
             backward of two micro-batches run as one), where the layout allows it.
@@ -305,6 +307,7 @@ class Stack:
     experts_looped: bool
     dispatch_once: bool
     dispatch_kernel: str
+    dispatch_read: str
     experts_scattered: bool
     expert_overlap: str
     expert_overlap_blocks: str
