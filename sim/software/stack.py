@@ -89,6 +89,8 @@ class Stack:
         norm_kernel: two_pass (backward reads its inputs again for the weight gradients), persistent (a row is read once
             each way), listed (so, where the width is one that apex's kernel was built for), or per_sm (so, backward by
             one program on each SM, which goes through its rows one by one).
+        norm_quantises: what a norm in front of a product in fp8 does of its input's cast: none, output (it writes the
+            8-bit copy alone) or maximum (it finds the scale).
         rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
         merged_gate: plain modules make gate and up by one product of one matrix, and split what comes out.
         separate_qkv: plain decoders have three matrices for queries, keys and values; else one.
@@ -288,6 +290,7 @@ class Stack:
     fused_models: str
     fused_in_place: bool
     norm_kernel: str
+    norm_quantises: str
     rmsnorm_kernel: bool
     fused_softmax: bool
     fused_dropout_add: bool
