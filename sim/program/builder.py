@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from sim.program.columns import (
+    GOES_ON,
     CollectiveCall,
     Copy,
     Inline,
@@ -68,7 +69,7 @@ class SectionBuilder:
     def _pieces(self, stream: int, pieces: Sequence[Piece], label: Label, waits: Sequence[int],
                 joins: Sequence[int]) -> int:
         made: dict[int, int] = {}  # task of the piece that ends behind so many items
-        task = -1
+        task, going_on = -1, label._replace(name=label.name + GOES_ON)
         for piece in pieces:
             for read in piece.reads:  # what nothing of the segment stands in front of waits for what the stream has
                 behind = made.get(read.behind)
@@ -77,7 +78,7 @@ class SectionBuilder:
             task = self._add(Kind.KERNELS, stream, piece.segment, self.program.segment_host_s[piece.segment], waits,
                              joins, label)
             made[piece.end] = task
-            waits, joins = (), ()
+            waits, joins, label = (), (), going_on
         return task
 
     def collective(self, stream: int, call: CollectiveCall | int, host_s: float, label: Label,

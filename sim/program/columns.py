@@ -53,6 +53,10 @@ class CollectiveCall(NamedTuple):
 ON_CPU = "on the CPU"
 
 
+#: How the label of a compute task ends that goes on with a segment in which the host has read.
+GOES_ON = ", on"
+
+
 class Copy(NamedTuple):
     """A copy: `direction` is h2d or d2h (host memory and device), nvme_read or nvme_write (disks and host memory)."""
 
