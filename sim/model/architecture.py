@@ -66,6 +66,9 @@ class Joint(NamedTuple):
         times: parts of it that meet one after another.
         scores: of a dispatch, rows whose scores travel in a call of their own.
         counts: of a dispatch, rows per expert that every slice tells every other before, elements of all slices.
+        reads_s: of a dispatch, host time between the end of what it waits for, because it reads the counts, and the
+            launch; 0 = it does not wait.
+        told: it waits for the counts alone, not for the copies behind them.
     """
 
     kind: str
@@ -76,6 +79,8 @@ class Joint(NamedTuple):
     times: int = 1
     scores: int = 0
     counts: int = 0
+    reads_s: float = 0.0
+    told: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from sim.model.layers.experts import experts_operators
 from sim.model.layers.further import with_further_tokens
 from sim.model.layers.head import head_layer
 from sim.model.layers.mlp import mlp_operators
+from sim.model.layers.narrow_norms import with_products
 from sim.model.layers.norms import norm_operator
 from sim.model.layers.residual import residual_operators
 from sim.model.mixture import Experts
@@ -83,10 +84,10 @@ def _block(style: Style, table: str = "") -> Layer:
         attention_parameters += attention[1].parameters
     feed_forward = mlp_operators if style.experts is None else experts_operators
     mlp, mlp_parameters = feed_forward(style, style.residual)
-    operators = [
+    operators = with_products(style, [
         *_operators(norms, "norm1"), *attention, *_operators(norms, "post_norm1"),
         *residual_operators(style.stream, "1"),
-        *_operators(norms, "norm2"), *mlp, *_operators(norms, "post_norm2"), *residual_operators(style.stream, "2")]
+        *_operators(norms, "norm2"), *mlp, *_operators(norms, "post_norm2"), *residual_operators(style.stream, "2")])
     parameters = _registered(style, norms, attention_parameters, mlp_parameters)
     written = not style.biased  # score biases of decoders have no module code for their memory: it is estimated
     operators = compiled_casts(style, operators)

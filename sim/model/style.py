@@ -241,12 +241,6 @@ class Style:
         return self.stack.loss_upcast or (hugging_face and self.kind == "decoder")
 
     @property
-    def loop_holds_logits(self) -> bool:
-        """Whether the loop of fine-tuning holds all logits behind backward (`Stack.logits_held`)."""
-        return (self.stack.logits_held and self.tuned is not None and self.stack.tuning_chunk > 0
-                and self.modules == "plain" and self.kind == "decoder")
-
-    @property
     def keeps_chunks(self) -> bool:
         """Whether a loss in chunks keeps their logits for backward (torchtune's), not their gradients (Liger's)."""
         return self.stack.chunked_logits_kept and self.modules != "transformers"
@@ -292,8 +286,7 @@ class Style:
 
     @property
     def cut_heads(self) -> bool:
-        """Whether rotary positions turn a part of every head that is cut out and joined again; LitGPT's modules, whose
-        ways fine-tuning in plain modules has, do so with whole heads too (`Stack.joins_heads`)."""
+        """Whether what rotary positions turn of a head is cut out and joined again; fine-tuned whole heads, too."""
         part = self.turned > 0 and self.modules == "transformers"
         joined = self.stack.joins_heads and self.modules == "plain" and self.tuned is not None
         return (part or joined) and not (self.stack.fused_rope or self.stack.compile)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, TypeVar
 
 from sim.model.architecture import Layer, Operator, Parameter
@@ -16,7 +16,7 @@ from sim.model.recompute import again_operators, module_operators, modules_of
 from sim.parallel.model.calls import Items
 from sim.parallel.model.joints import Joints, Uncut
 from sim.parallel.model.overlap import Timed, together
-from sim.program import InlineCall, MemoryOp, ProgramBuilder
+from sim.program import InlineCall, MemoryOp, ProgramBuilder, Read
 from sim.software import Stack
 from sim.tensor_trace import LayerMemory
 from sim.work import Kernel
@@ -29,8 +29,8 @@ def traffic_kernel(name: str, dtype: str, elements: int, bytes_moved: float, cat
 
 T = TypeVar("T")
 
-#: Rows of a segment, and the host time of each.
-_Part = tuple[tuple[int, ...], tuple[float, ...]]
+#: Rows of a segment, the host time of each, and the reads of the host among them.
+_Part = tuple[tuple[int, ...], tuple[float, ...], tuple[Read, ...]]
 
 
 class Compute:
@@ -84,11 +84,14 @@ class Compute:
         return self._stack.host_forward_s + self._stack.host_module_s
 
     def _part(self, items: Sequence[Kernel | InlineCall], of_operator: float) -> _Part:
-        return self._builder.rows(items), tuple([self._launch_s(item, of_operator) for item in items])
+        return self._builder.rows(items), tuple([self._launch_s(item, of_operator) for item in items]), reads(items)
 
     def _row(self, parts: Iterable[_Part]) -> int:
-        rows, host = zip(*parts, strict=True)
-        return self._builder.segment_of(tuple(chain.from_iterable(rows)), tuple(chain.from_iterable(host)))
+        rows, host, within = zip(*parts, strict=True)
+        begins = accumulate(map(len, rows), initial=0)
+        moved = tuple(Read(at + read.behind, at + read.before, read.host_s)
+                      for at, part in zip(begins, within, strict=False) for read in part)
+        return self._builder.segment_of(tuple(chain.from_iterable(rows)), tuple(chain.from_iterable(host)), moved)
 
     def _of(self, layer: Layer, key: Hashable, items: Callable[[], Iterable[Kernel | InlineCall]],
             of_operator: float) -> _Part:
@@ -228,7 +231,7 @@ class Compute:
             parts = [self._part(before, self._stack.host_forward_s)]
             parts += [self._of(layer, "forward", partial(self.forward_items, layer.operators), self._module_s)
                       for layer in layers]
-            return self._row(parts) if any(rows for rows, _ in parts) else -1
+            return self._row(parts) if any(part[0] for part in parts) else -1
         return self._once(tuple, ("run", before, tuple(map(id, layers))), make)
 
     def run_backward(self, layers: Sequence[Layer], policies: Sequence[str], weights: str = "with",
@@ -249,7 +252,7 @@ class Compute:
                                           self._module_s))
                 parts.append(self._of(layer, weights, partial(self.backward_items, layer.operators, weights), cost))
             parts.append(self._part(after, cost))
-            return self._row(parts) if any(rows for rows, _ in parts) else -1
+            return self._row(parts) if any(part[0] for part in parts) else -1
         key = ("run back", before, tuple(map(id, layers)), tuple(policies), weights, after)
         return self._once(tuple, key, make)
 
@@ -285,6 +288,19 @@ class Compute:
         if weights == "only":
             return tuple(k for k in op.backward if is_weight_gradient(k))
         return self._joints.backward(replace(op, backward=tuple(k for k in op.backward if not is_weight_gradient(k))))
+
+
+def reads(items: Sequence[Kernel | InlineCall]) -> tuple[Read, ...]:
+    """Where the host stops among items to read what some of them make (`InlineCall`)."""
+    found: list[Read] = []
+    told = -1
+    for place, item in enumerate(items):
+        if isinstance(item, InlineCall) and item.reads_s:
+            found.append(Read(told if told >= 0 else place, place, item.reads_s))
+            told = -1
+        if isinstance(item, InlineCall) and item.told:
+            told = place + 1
+    return tuple(found)
 
 
 def is_weight_gradient(kernel: Kernel) -> bool:

@@ -2,6 +2,7 @@
 
 from sim.program.builder import ProgramBuilder, SectionBuilder, Tables
 from sim.program.columns import (
+    GOES_ON,
     ON_CPU,
     CollectiveCall,
     Copy,
@@ -11,10 +12,12 @@ from sim.program.columns import (
     Label,
     MemoryOp,
     Program,
+    Read,
     Section,
     Segment,
 )
 from sim.program.job import Communicator, Job, RankClass
 
-__all__ = ["ON_CPU", "CollectiveCall", "Communicator", "Copy", "Inline", "InlineCall", "Job", "Kind", "Label",
-           "MemoryOp", "Program", "ProgramBuilder", "RankClass", "Section", "SectionBuilder", "Segment", "Tables"]
+__all__ = ["GOES_ON", "ON_CPU", "CollectiveCall", "Communicator", "Copy", "Inline", "InlineCall", "Job", "Kind",
+           "Label", "MemoryOp", "Program", "ProgramBuilder", "RankClass", "Read", "Section", "SectionBuilder",
+           "Segment", "Tables"]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 from sim.program.columns import (
+    GOES_ON,
     CollectiveCall,
     Copy,
     Inline,
@@ -13,10 +16,25 @@ from sim.program.columns import (
     Label,
     MemoryOp,
     Program,
+    Read,
     Section,
     Segment,
 )
 from sim.work import Kernel
+
+
+class Piece(NamedTuple):
+    """A part of a segment in which the host reads.
+
+    Attributes:
+        segment: its own number.
+        end: items of the whole segment up to its end.
+        reads: what the host reads before it launches it.
+    """
+
+    segment: int
+    end: int
+    reads: tuple[Read, ...]
 
 
 class SectionBuilder:
@@ -40,9 +58,28 @@ class SectionBuilder:
 
     def kernels(self, stream: int, segment: int, label: Label, waits: Sequence[int] = (),
                 joins: Sequence[int] = ()) -> int:
-        """A compute segment; its host time is the sum of its kernels' launch times."""
+        """A compute segment; its host time is the sum of its kernels' launch times. One in which the host reads is
+        several tasks, the last of which is returned."""
+        pieces = self.program.tables.pieces.get(segment)
+        if pieces is not None:
+            return self._pieces(stream, pieces, label, waits, joins)
         host_s = self.program.segment_host_s[segment]
         return self._add(Kind.KERNELS, stream, segment, host_s, waits, joins, label)
+
+    def _pieces(self, stream: int, pieces: Sequence[Piece], label: Label, waits: Sequence[int],
+                joins: Sequence[int]) -> int:
+        made: dict[int, int] = {}  # task of the piece that ends behind so many items
+        task, going_on = -1, label._replace(name=label.name + GOES_ON)
+        for piece in pieces:
+            for read in piece.reads:  # what nothing of the segment stands in front of waits for what the stream has
+                behind = made.get(read.behind)
+                self.host(read.host_s, label._replace(name="read"), () if behind is None else (behind,),
+                          (stream,) if behind is None else ())
+            task = self._add(Kind.KERNELS, stream, piece.segment, self.program.segment_host_s[piece.segment], waits,
+                             joins, label)
+            made[piece.end] = task
+            waits, joins, label = (), (), going_on
+        return task
 
     def collective(self, stream: int, call: CollectiveCall | int, host_s: float, label: Label,
                    waits: Sequence[int] = (), joins: Sequence[int] = ()) -> int:
@@ -80,6 +117,7 @@ class Tables:
         self.labels: dict[Label, int] = {}
         self.segments: dict[tuple[tuple[int, ...], tuple[float, ...]], int] = {}
         self.segment_host_s: list[float] = []
+        self.pieces: dict[int, tuple[Piece, ...]] = {}  # of segments in which the host reads
         self._lists: tuple[int, tuple[list[Kernel], list[Segment], list[CollectiveCall], list[Copy], list[Label],
                                       list[Inline]]] | None = None
 
@@ -157,12 +195,17 @@ class ProgramBuilder:
         """Number of the segment that runs `items` in order, each launched at a cost of `host_s[i]` seconds."""
         return self.segment_of(self.rows(items), tuple(host_s))
 
-    def segment_of(self, rows: tuple[int, ...], host_s: tuple[float, ...]) -> int:
-        """`segment`, of what `rows` says of its items."""
+    def segment_of(self, rows: tuple[int, ...], host_s: tuple[float, ...], reads: tuple[Read, ...] = ()) -> int:
+        """`segment`, of what `rows` says of its items, which also says where the host reads among them."""
         segments, key = self.tables.segments, (rows, host_s)
         found = segments.setdefault(key, len(segments))
         if found == len(self.segment_host_s):
             self.segment_host_s.append(sum(host_s))
+        if reads and found not in self.tables.pieces:
+            marks = sorted({0, len(rows), *(place for read in reads for place in (read.behind, read.before))})
+            self.tables.pieces[found] = tuple([
+                Piece(self.segment_of(rows[low:high], host_s[low:high]), high,
+                      tuple([read for read in reads if read.before == low])) for low, high in pairwise(marks)])
         return found
 
     def section(self, name: str) -> SectionBuilder:

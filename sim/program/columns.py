@@ -53,6 +53,10 @@ class CollectiveCall(NamedTuple):
 ON_CPU = "on the CPU"
 
 
+#: How the label of a compute task ends that goes on with a segment in which the host has read.
+GOES_ON = ", on"
+
+
 class Copy(NamedTuple):
     """A copy: `direction` is h2d or d2h (host memory and device), nvme_read or nvme_write (disks and host memory)."""
 
@@ -76,10 +80,32 @@ class Inline(NamedTuple):
 
 
 class InlineCall(NamedTuple):
-    """An `Inline` by contents, as `ProgramBuilder.segment` takes it."""
+    """An `Inline` by contents, as `ProgramBuilder.segment` takes it.
+
+    Attributes:
+        reads_s: host time between a number that the host reads on the GPU and its launch; 0 = it does not wait.
+        told: what it brings is read in front of the next call that waits; without one, that call waits for everything
+            in front of it.
+    """
 
     call: CollectiveCall
     beside: tuple[Kernel, ...] = ()
+    reads_s: float = 0.0
+    told: bool = False
+
+
+class Read(NamedTuple):
+    """A read of the host within a row of items.
+
+    Attributes:
+        behind: number of items that are over by then.
+        before: the item that is launched behind it; those between are launched in front of it.
+        host_s: from their end to the launch.
+    """
+
+    behind: int
+    before: int
+    host_s: float
 
 
 class Label(NamedTuple):

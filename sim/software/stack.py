@@ -73,10 +73,8 @@ class Stack:
         unpadding: how the attention wrapper copies qkv and output between padded and packed form: none, packed (qkv at
             once), apart (queries, keys and values one after another) or known (apart, by rows found once per forward).
         shards_copied: FSDP 1 copies a unit's shard before it gathers it, though it has the right dtype.
-        records_streams: blocks that a collective used which its caller waits for come back only when NCCL's stream is
-            through with them, not to the caller's stream at once.
-        views_beside: the views that FSDP 1's modules read are made on the stream of its all-gathers, on which their
-            backward makes the flat gradient then; else all that is on the stream of compute.
+        records_streams: what a collective used that its caller waits for comes back behind an event of NCCL's stream.
+        views_beside: FSDP 1 makes its views, so their backward the flat gradient, on the stream of its all-gathers.
         reduction_copied: FSDP 1 copies a unit's gradient once more before it reduces it.
         step_reductions: all-reduces of a few numbers at the end of a step, whose results the host reads one by one.
         metric_gathers: states of training metrics that are gathered over all ranks at the end of every step.
@@ -93,15 +91,15 @@ class Stack:
         norm_kernel: two_pass (backward reads its inputs again for the weight gradients), persistent (a row is read once
             each way), listed (so, where the width is one that apex's kernel was built for), or per_sm (so, backward by
             one program on each SM, which goes through its rows one by one).
+        norm_quantises: what a norm in front of a product in fp8 does of its input's cast: none, output (it writes the
+            8-bit copy alone) or maximum (it finds the scale).
         rmsnorm_kernel: torch.nn.RMSNorm is one kernel, which plain modules then use.
         merged_gate: plain modules make gate and up by one product of one matrix, and split what comes out.
         separate_qkv: plain decoders have three matrices for queries, keys and values; else one.
         linear_bias: biases of linear layers are the product's own, or "added" to what it made.
         projection_bias: what adds the bias of queries, keys and values that one product makes: the product, whose
-            gradient is a sum over all rows ("forward"), the products both ways ("both"), or a kernel each way
-            ("apart").
-        joins_heads: plain modules of fine-tuning join what rotary positions turned of a head to the rest of it by a
-            cat, also where nothing is left.
+            gradient is a sum over all rows ("forward"), the products both ways ("both"), or a kernel each ("apart").
+        joins_heads: plain modules of fine-tuning join what was turned of a head to its rest, even to nothing, by a cat.
         expands_kv: plain modules copy grouped keys and values out to every query head in front of fused attention.
         copied_heads: queries, keys and values are copied from (sequence, batch) to (batch, sequence), keys and values
             once more side by side and once more interleaved, in front of rotary positions.
@@ -119,6 +117,8 @@ class Stack:
         dispatch_once: a token travels once to every node (within a node: GPU) that holds some of its experts, and is
             copied there; else once to each expert.
         dispatch_kernel: whose kernels do so: deepep, hybridep.
+        dispatch_read: what is over when the host reads how many rows go where, which a dispatch waits for: nothing that
+            it knew of (none), all in front of the dispatch (behind), or the counts, beside the permutation (beside).
         experts_scattered: mixtures train over tensor ranks only where these cut the sequence.
         expert_overlap: what hides tokens on their way to experts: none, shared (experts), batches (a forward and a
             backward of two micro-batches run as one), where the layout allows it.
@@ -297,6 +297,7 @@ class Stack:
     fused_models: str
     fused_in_place: bool
     norm_kernel: str
+    norm_quantises: str
     rmsnorm_kernel: bool
     fused_softmax: bool
     fused_dropout_add: bool
@@ -317,6 +318,7 @@ class Stack:
     experts_looped: bool
     dispatch_once: bool
     dispatch_kernel: str
+    dispatch_read: str
     experts_scattered: bool
     expert_overlap: str
     expert_overlap_blocks: str

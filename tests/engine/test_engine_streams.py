@@ -6,7 +6,7 @@ import pytest
 from engine_fakes import NAME, FakeDevice, FakeNetwork, folded, kernel, segment
 
 from sim.engine import DeadlockError, Machine, Timeline, longest_path, simulate
-from sim.program import Copy, Program, ProgramBuilder
+from sim.program import Copy, Program, ProgramBuilder, Read
 
 
 def run(program: Program, **options: int) -> Timeline:
@@ -192,3 +192,18 @@ def test_wrong_jobs_are_refused() -> None:
     with pytest.raises(ValueError, match="comes later"):
         Machine([FakeDevice()], FakeNetwork(), job)
     assert issubclass(DeadlockError, RuntimeError)
+
+
+@pytest.mark.parametrize(("behind", "read_s", "begins"), [
+    (1, 0.5, 3.0),  # the first kernel ends at 1.5, the host goes on at 2, its launch is over by 2.25: the second's end
+    (1, 2.0, 3.75), (2, 0.5, 3.75)])
+def test_a_host_reads_what_a_part_of_a_segment_made(behind: int, read_s: float, begins: float) -> None:
+    """Three kernels of 1.25, 1.5 and 1 s, launched in 0.25 s each; the third waits for a read."""
+    builder = ProgramBuilder(("compute",), ("data",))
+    whole = builder.segment_of(builder.rows([kernel(1.25), kernel(1.5), kernel(1.0)]), (0.25,) * 3,
+                               (Read(behind, 2, read_s),))
+    section = builder.section("step")
+    last = section.kernels(0, whole, NAME)
+    section.host(0.0, NAME, waits=(last,))
+    builder.run(section)
+    assert run(builder.build()).step_time_s == begins + 1.0

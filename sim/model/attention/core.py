@@ -229,6 +229,18 @@ def _kept_scores(style: Style) -> list[Tensor]:
     return kept
 
 
+def _seen(style: Style) -> float:
+    """Share of the scores that softmax reads: Megatron's causal kernel reads of each row what its query sees, and of
+    the row's gradients likewise, and writes it whole, zeros behind.
+
+    Source: Megatron-LM's scaled_upper_triang_masked_softmax.h as colossalai 0.2.8 has it (kernel/cuda_native/csrc):
+    local_seq bounds what both kernels load, element_count what they store.
+    """
+    own = style.modules == "megatron" and style.stack.fused_softmax
+    square = style.causal and not style.memory and not style.window and style.sequence == style.keys
+    return (1 + 1 / style.keys) / 2 if own and square else 1.0
+
+
 def _score_kernels(style: Style) -> tuple[list[Kernel], list[Kernel]]:
     """What happens between the two products, forward and backward."""
     rows, cols = style.batch * style.heads * style.sequence, style.keys
@@ -248,8 +260,8 @@ def _score_kernels(style: Style) -> tuple[list[Kernel], list[Kernel]]:
         forward += strided_chain("scale_mask", elements, [2 * e], [2 * e] * added, style.act, "attention")
     if w != e and not fused:
         forward.append(replace(cast("softmax_cast", elements, style.act, soft), category="attention"))
-    own = "fused" if fused else ""
-    forward.append(Kernel("softmax", soft, (rows, cols), "forward", 0.0, elements * 2 * (e if fused else w),
+    own, seen, passed = "fused" if fused else "", _seen(style), e if fused else w
+    forward.append(Kernel("softmax", soft, (rows, cols), "forward", 0.0, elements * (seen + 1) * passed,
                           "attention", kernel=own))
     if w != e and not fused:
         forward.append(replace(cast("softmax_cast", elements, soft, style.act), category="attention"))
@@ -260,7 +272,7 @@ def _score_kernels(style: Style) -> tuple[list[Kernel], list[Kernel]]:
         backward.append(elementwise("attention_dropout_backward", elements, before, style.act, launches, "attention"))
     if w != e and not fused:
         backward.append(replace(cast("softmax_gradient_cast", elements, style.act, soft), category="attention"))
-    backward.append(Kernel("softmax", soft, (rows, cols), "backward", 0.0, elements * 3 * (e if fused else w),
+    backward.append(Kernel("softmax", soft, (rows, cols), "backward", 0.0, elements * (2 * seen + 1) * passed,
                            "attention", kernel=own))
     if not fused:
         if w != e:

@@ -105,8 +105,10 @@ def _travels(style: Style, experts: Experts, kind: str, dtype: str) -> Joint | N
     rows = style.tokens * experts.top_k * experts.load
     apart = kind == "dispatch" and not style.stack.dispatch_once
     scores = round(rows) if apart and style.stack.fused_permutation else 0  # which then weigh the activation
+    stack, reads = style.stack, kind == "dispatch" and style.stack.dispatch_read != "none" and not experts.padded
     return Joint(kind, round(rows * style.hidden), dtype, scores=scores,
-                 counts=experts.count * style.expert if apart else 0)
+                 counts=experts.count * style.expert if apart else 0, reads_s=stack.host_read_s if reads else 0.0,
+                 told=reads and stack.dispatch_read == "beside")
 
 
 def _copied(style: Style, spread: Style, experts: Experts, up: Operator, down: Operator) -> tuple[Operator, Operator]:

@@ -110,16 +110,19 @@ def around(calls: Calls, joint: Joint, kernels: Items, direction: str) -> Items:
     """Dispatch sends behind its kernels, combine receives before its own; backward the other way round.
 
     NCCL's all-to-all wants to know how many rows come from whom: all ranks' counts are gathered before, as int64.
-    Scores follow their rows, and their gradients come before those of the rows (Megatron-LM `moe/token_dispatcher.py`,
-    preprocess and token_dispatch).
+    The host has to read them before it can launch one (`Stack.dispatch_read`); backward knows them. Scores follow their
+    rows, and their gradients come before those of the rows (Megatron-LM `moe/token_dispatcher.py`, preprocess and
+    token_dispatch).
     """
     if not calls.has("expert"):
         return kernels
-    travel: Items = (calls.call("expert", "all_to_all", joint.elements * calls.dispatched, joint.dtype),)
+    tokens = calls.call("expert", "all_to_all", joint.elements * calls.dispatched, joint.dtype)
+    travel: Items = (tokens._replace(reads_s=joint.reads_s),) if direction == "forward" else (tokens,)
     scores: Items = (calls.call("expert", "all_to_all", joint.scores, "fp32"),) if joint.scores else ()
     if joint.kind == "combine":
         return (*kernels, *travel) if direction == "backward" else (*travel, *kernels)
     if direction == "backward":
         return (*scores, *travel, *kernels)
-    counts: Items = (calls.call("expert", "all_gather", 8 * joint.counts, "int8"),) if joint.counts else ()
+    known = calls.call("expert", "all_gather", 8 * joint.counts, "int8")._replace(told=joint.told)
+    counts: Items = (known,) if joint.counts else ()
     return (*counts, *kernels, *travel, *scores)

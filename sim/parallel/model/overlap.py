@@ -120,5 +120,5 @@ def _hidden(call: Timed, behind: Sequence[Timed]) -> list[Timed]:
     assert isinstance(inline, InlineCall)
     kernels = [(item, s) for item, s in behind if isinstance(item, Kernel)]
     others = [(item, s) for item, s in behind if not isinstance(item, Kernel)]
-    merged = InlineCall(inline.call, (*inline.beside, *(kernel for kernel, _ in kernels)))
+    merged = inline._replace(beside=(*inline.beside, *(kernel for kernel, _ in kernels)))
     return [*others, (merged, launch_s + sum(s for _, s in kernels))]

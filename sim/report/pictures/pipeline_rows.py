@@ -11,7 +11,7 @@ from collections import Counter
 
 import numpy as np
 
-from sim.program import Kind, Label
+from sim.program import GOES_ON, Kind, Label
 from sim.report.numbers.breakdown import COMPUTE_STREAM
 from sim.report.numbers.stages import replica_of
 from sim.report.pictures.pipeline import Boxes
@@ -36,14 +36,17 @@ class MicroBatches:
 
     def of(self, label: Label) -> int | None:
         """The micro-batch of the next action with this label; None for what is no action of a chunk."""
-        first = _CHUNK.match(label.name)
+        action = label.name.removesuffix(GOES_ON)
+        first = _CHUNK.match(action)
         if first and label.phase == "forward":  # layer by layer
             self._counted["F", int(first[2])] = 1
             return 0
         named = _CHUNK.match(label.layer)
-        if not named or label.name not in _KINDS:
+        if not named or action not in _KINDS:
             return None
-        key = (_KINDS[label.name], int(named[2]))
+        key = (_KINDS[action], int(named[2]))
+        if action != label.name:  # more of the one before
+            self._counted[key] -= 1
         if named[1]:
             self._counted["F", int(named[1])] += 1
         number = self._counted[key]
@@ -100,16 +103,19 @@ def _of_class(result: Result, number: int) -> list[_Box]:
     for row in rows.tolist():
         label = labels[columns.label[row]]
         start, end = float(columns.start_s[row]), float(columns.end_s[row])
-        named = _CHUNK.match(label.layer)
-        if named and label.name in _KINDS:
-            kind, chunk = _KINDS[label.name], int(named[2])
+        named, action = _CHUNK.match(label.layer), label.name.removesuffix(GOES_ON)
+        if named and action in _KINDS:
+            if action != label.name:  # more of the one before
+                boxes[-1] = (*boxes[-1][:5], end)
+                continue
+            kind, chunk = _KINDS[action], int(named[2])
             if named[1]:  # as one with a forward: each is drawn in half of their time
                 ahead = int(named[1])
                 boxes.append((simulated.program, "F", ahead, counted["F", ahead], start, (start + end) / 2))
                 counted["F", ahead] += 1
                 start = (start + end) / 2
-        elif label.layer in layers and (label.phase == "backward" or _CHUNK.match(label.name)):
-            of = _CHUNK.match(label.name)  # of a first forward, whose parameters come layer by layer
+        elif label.layer in layers and (label.phase == "backward" or _CHUNK.match(action)):
+            of = _CHUNK.match(action)  # of a first forward, whose parameters come layer by layer
             kind = label.phase[0].upper()
             if joined and boxes[-1][1] == kind and (of is None or boxes[-1][2] == int(of[2])):
                 boxes[-1] = (*boxes[-1][:5], end)

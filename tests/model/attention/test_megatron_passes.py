@@ -121,3 +121,20 @@ def test_heads_that_one_product_laid_out_go_to_attention_as_they_lie(
     assert [(k.bytes, k.launches) for k in named(layer, "heads_together", "backward")] == [(whole, n) for n in together]
     assert moved(layer, "qkv_gradient_cat", "backward") == cat * whole
     assert moved(rotary(2025), "qkv_gradient_cat", "backward") == whole
+
+
+def test_the_causal_softmax_reads_what_a_query_sees_and_writes_whole_rows() -> None:
+    scores = 2 * HEADS * 1024 * 1024
+    seen = 2 * HEADS * sum(range(1, 1025))  # of row i the first i + 1, of the output and its gradient likewise
+    layer = block(2021)
+    forward, = [k for k in named(layer, "forward", "forward", "attention") if k.op == "softmax"]
+    backward, = [k for k in named(layer, "backward", "backward", "attention") if k.op == "softmax"]
+    assert (forward.bytes, backward.bytes) == (2 * (seen + scores), 2 * (2 * seen + scores))
+
+
+@pytest.mark.parametrize(("year", "model"), [(2019, {}), (2021, {"kind": "encoder"})])
+def test_other_softmaxes_read_all_scores(year: int, model: dict[str, Any]) -> None:
+    layer = block(year, **model)
+    scores = 2 * HEADS * 1024 * 1024
+    found = [k for o in layer.operators for k in (*o.forward, *o.backward) if k.op == "softmax"]
+    assert [k.bytes for k in found] == [2 * 2 * scores, 3 * 2 * scores]

@@ -45,7 +45,7 @@ def test_fp8_recipes_of_2024_reduce_in_quarters_and_in_8_bits() -> None:
     made, block = operators(2024)
     assert told(made.forward(block["down"])) == [
         "quantise", ("reduce_scatter", WHOLE * 3 // 4, "tn"), ("reduce_scatter", WHOLE // 4, "")]
-    assert told(made.forward(block["up"])) == ["quantise", ("all_gather", WHOLE, "tn")]
+    assert told(made.forward(block["up"])) == [("all_gather", WHOLE, "tn")]  # the norm wrote it in 8 bits
     plain, piped = block["down"].forward[-1], made.forward(block["down"])[1].beside[0]
     assert piped.shape == (1, round(TOKENS * 132 / 112), *plain.shape[2:])  # 20 SMs are the reductions'
     assert piped.flops == plain.flops
@@ -104,9 +104,12 @@ def test_the_gradient_of_a_row_cut_product_is_gathered_beside_it() -> None:
 def test_every_rank_quantises_its_own_tokens(year: int, maximum: int) -> None:
     """One copy in 8 bits of a rank's share before it is gathered; the whole is transposed for the weight gradient."""
     _, block = operators(year)
-    for op, direction in ((block["up"], "forward"), (block["down"], "backward"), (block["qkv"], "forward")):
-        own = next(k for k in getattr(op, direction) if k.variant == "quantise")
-        assert own.bytes == WHOLE / PARTS * (2 + 1 + maximum)
+    own = next(k for k in block["down"].backward if k.variant == "quantise")
+    assert own.bytes == WHOLE / PARTS * (2 + 1 + maximum)
+    for norm, reader in (("norm1", "qkv"), ("norm2", "up")):  # which writes the copy, or has found the maximum
+        casts = [k.bytes for k in block[reader].forward if k.variant == "quantise"]
+        assert casts == ([WHOLE / PARTS * (2 + 1)] if maximum else [])
+        assert block[norm].forward[0].bytes == WHOLE / PARTS * (2 + 2 if maximum else 2 + 1)
     turned = [k for name in ("qkv", "projection", "up", "down") for k in block[name].backward
               if k.variant == "transpose"]
     assert [k.bytes for k in turned] == [2.0 * WHOLE] * 4

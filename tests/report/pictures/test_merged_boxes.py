@@ -41,3 +41,9 @@ def test_micro_batches_of_merged_actions_count_both() -> None:
     assert counted.of(Label("chunk1+0", "backward", "forward and backward")) == 0
     assert counted.of(Label("chunk1", "forward", "forward")) == 2
     assert counted.of(Label("chunk0", "backward", "backward")) == 1
+
+
+def test_an_action_in_which_the_host_reads_is_one() -> None:
+    counted = MicroBatches("interleaved", 4)
+    action, more = Label("chunk1", "forward", "forward"), Label("chunk1", "forward", "forward, on")
+    assert [counted.of(label) for label in (action, more, more, action, more)] == [0, 0, 0, 1, 1]
