@@ -233,8 +233,7 @@ class Style:
 
     @property
     def widens_logits(self) -> bool:
-        """Whether logits are cast to fp32 before the loss: Hugging Face's decoders do, its other models take the loss
-        of what they have, and what the stack says."""
+        """Whether logits are cast to fp32 before the loss: Hugging Face's decoders do, and what the stack says."""
         hugging_face = self.modules == "transformers"
         if self.tuned is not None and self.stack.tuning_upcast and not (hugging_face and self.kind != "decoder"):
             return True

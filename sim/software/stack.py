@@ -114,11 +114,10 @@ class Stack:
         pads_rows: rows of experts whose products are narrow are copied to as many as such products take, and back.
         experts_in_turns: Hugging Face's modules run expert by expert, each a module of its own; else all at once.
         experts_looped: each expert's products are launched by themselves; else one grouped kernel is.
-        dispatch_once: a token travels once to every node (within a node: GPU) that holds some of its experts, and is
-            copied there; else once to each expert.
+        dispatch_once: a token travels once to every node (in one: GPU) with experts of its, and is copied there.
         dispatch_kernel: whose kernels do so: deepep, hybridep.
-        dispatch_read: what is over when the host reads how many rows go where, which a dispatch waits for: nothing that
-            it knew of (none), all in front of the dispatch (behind), or the counts, beside the permutation (beside).
+        dispatch_read: what is over when the host reads how many rows go where: none (it does not), all in front of the
+            dispatch (behind), or the counts (beside the permutation).
         experts_scattered: mixtures train over tensor ranks only where these cut the sequence.
         expert_overlap: what hides tokens on their way to experts: none, shared (experts), batches (a forward and a
             backward of two micro-batches run as one), where the layout allows it.

@@ -118,6 +118,7 @@ class Fsdp2(Fsdp):
         front of it stands what the gather was given, on a stream of its own in PyTorch: the shards cast, and copied
         into its buffer (_fsdp_collectives.py, _get_param_all_gather_inputs and all_gather_copy_in)."""
         section.allocate(f"gathered:{unit.name}", self.gathered_bytes(unit), "gathered_parameters")
+        self.plan.builder.tensors.setdefault(f"gathered:{unit.name}", self.gathered_tensors(unit))
         if self.factor == 1 and self.casts:
             cast = ("gather_input", self.cast_bytes(unit), "buffers")
             section.allocate(*cast)
@@ -164,6 +165,12 @@ class Fsdp2(Fsdp):
         trained = sum(times * blocks(numel * self.gather_bytes / parts) for numel, times in sizes.items())
         beside = self.whole_bytes(unit, unit.padded) - unit.padded * self.gather_bytes
         return trained + round(beside / parts)
+
+    def gathered_tensors(self, unit: Unit) -> list[int]:
+        """Bytes of each of a unit's parameters as modules see them, and of all that is frozen beside them."""
+        sizes = [blocks(numel * self.gather_bytes) for numel in unit.wholes]
+        rest = self.gathered_bytes(unit) - sum(sizes)
+        return [*sizes, rest] if rest else sizes
 
     def accumulated_bytes(self, unit: Unit) -> int:
         """Whole gradients in the dtype of reductions, where micro-steps add up before they reduce."""
