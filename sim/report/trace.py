@@ -6,7 +6,8 @@ streams and one track per communicator; a task of kernels is a slice with its ke
 chain of kernels waits for are drawn on their communicators' tracks (`sim.report.numbers.inside`), as far as the number
 of events allows; its counters (`ph: C`) are the bytes it holds, by category and in all ("allocated"), at the times at
 which the host allocates and frees, and what the allocator reserves. Of a pipeline every stage is a process, and what it
-does carries the number of its micro-batch.
+does carries the number of its micro-batch. No event begins before 0: where hosts of later stages are ahead of the step
+they issue, all moves by that much, and `otherData.step_begins_us` says by how much.
 """
 
 from __future__ import annotations
@@ -89,8 +90,21 @@ def trace(result: Result, event_limit: int = EVENT_LIMIT) -> dict[str, Any]:
             replay.skip(run.section, run.repeats - len(drawn))
         events += _reserved(number, counters, memories[number])
         events += counters
+    begin = _from_zero(events)
     return {"traceEvents": events, "displayTimeUnit": "ms",
-            "otherData": {"scenario": result.scenario.name, "step_time_s": result.step_time_s}}
+            "otherData": {"scenario": result.scenario.name, "step_time_s": result.step_time_s, "step_begins_us": begin}}
+
+
+def _from_zero(events: list[dict[str, Any]]) -> float:
+    """Move events so that none begins before 0, where viewers drop it (Perfetto's trace_sorter_negative_timestamp_
+    dropped): hosts of later stages are ahead of the step they issue. Returns when the step begins, us."""
+    early = min((event["ts"] for event in events if "ts" in event), default=0.0)
+    if early >= 0:
+        return 0.0
+    for event in events:
+        if "ts" in event:
+            event["ts"] = round(event["ts"] - early, 3)
+    return float(-early)
 
 
 def _inner(job: Job, opened: Sequence[Inside], count: Callable[[Parts], int]) -> Iterator[int]:
