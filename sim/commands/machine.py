@@ -240,9 +240,11 @@ def _check_products(path: Path) -> None:
 def _write(out: str, plain: Mapping[str, Any], sources: list[str]) -> None:
     import yaml
 
+    from sim.report.whole_file import whole_file
+
     text = yaml.safe_dump(dict(plain), sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
-    with writing("--out", out):
-        Path(out).write_text(f"# Written by drystep calibrate from {', '.join(sources)}.\n{text}", encoding="utf-8")
+    with writing("--out", out), whole_file(out) as part:
+        part.write_text(f"# Written by drystep calibrate from {', '.join(sources)}.\n{text}", encoding="utf-8")
     click.echo(f"wrote {out}", err=True)
 
 

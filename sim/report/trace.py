@@ -31,6 +31,7 @@ from sim.report.numbers.inside import Inside, Parts
 from sim.report.numbers.memory import MemoryResult, by_class
 from sim.report.pictures.pipeline_rows import MicroBatches
 from sim.report.result import Result
+from sim.report.whole_file import whole_file
 
 #: Beyond so many events a viewer turns slow; runs that repeat are then shown once, with a mark saying how often.
 EVENT_LIMIT = 200_000
@@ -48,11 +49,12 @@ def write_trace(result: Result, path: str | Path) -> None:
         OSError: the file cannot be written.
     """
     text = json.dumps(trace(result), separators=(",", ":"))
-    if str(path).endswith(".gz"):
-        with open(path, "wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as file:
-            file.write(text.encode())
-    else:
-        Path(path).write_text(text, encoding="utf-8")
+    with whole_file(path) as part:
+        if str(path).endswith(".gz"):
+            with open(part, "wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as file:
+                file.write(text.encode())
+        else:
+            part.write_text(text, encoding="utf-8")
 
 
 def trace(result: Result, event_limit: int = EVENT_LIMIT) -> dict[str, Any]:
