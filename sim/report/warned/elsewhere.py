@@ -5,6 +5,7 @@ What a user wrote counts (`Scenario.given`), not what defaults fill in; a field 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,7 +25,8 @@ _CONTEXT = ("context_exchange", "context_all_to_all")
 
 def elsewhere(scenario: Scenario) -> list[str]:
     """All warnings of this file about a scenario."""
-    return [*_of_training(scenario), *_of_cuts(scenario), *_of_sharding(scenario), *_of_finetuning(scenario)]
+    return [*_of_training(scenario), *_of_cuts(scenario), *_of_sharding(scenario), *_of_finetuning(scenario),
+            *_of_a_quantised_config(scenario)]
 
 
 def _of_training(scenario: Scenario) -> list[str]:
@@ -76,6 +78,27 @@ def _of_finetuning(scenario: Scenario) -> list[str]:
     if scenario.training.finetune.method != "full" or not isinstance(tuned, Mapping) or not tuned.get("dropout"):
         return []
     return ["training: finetune.dropout changes nothing: all is trained (finetune.method is full)"]
+
+
+def _of_a_quantised_config(scenario: Scenario) -> list[str]:
+    """A warning where a model's config.json calls its weights quantised and they are counted as wide: `hf` gives
+    sizes, what weights are stored in is the precision's. Training all of them needs wide ones anyway."""
+    training, path, given = scenario.training, scenario.model.hf, scenario.given
+    if path is None or given is None or (training.mode == "train" and training.finetune.method == "full"):
+        return []
+    stored = training.finetune.base if training.mode == "train" else training.precision.parameters
+    file = given.folder / path
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        said = json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
+    except (OSError, ValueError):
+        return []  # moved since it was read
+    how = said.get("quant_method") if isinstance(said, Mapping) else None
+    if how is None or stored not in ("fp32", "bf16", "fp16"):
+        return []
+    bits = f", {said['bits']} bits" if isinstance(said.get("bits"), int) else ""
+    return [f"precision: {path} says that weights are quantised ({how}{bits}), and they are counted in {stored}: "
+            "training.precision.parameters (of LoRA finetune.base) says what they are stored in"]
 
 
 def _written(scenario: Scenario, section: str) -> Mapping[str, Any]:

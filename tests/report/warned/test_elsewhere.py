@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,3 +55,20 @@ def test_what_is_of_elsewhere_is_told_and_changes_nothing(sets: dict[str, Any], 
     {"training__finetune": {"method": "lora", "dropout": 0.1}}, {"parallel__gradient_as_bucket_view": True}])
 def test_what_is_read_or_a_default_is_not_told(sets: dict[str, Any]) -> None:
     assert elsewhere(scenario(**sets)) == []
+
+
+@pytest.mark.parametrize(("sets", "told"), [
+    ({"training__mode": _REQUEST}, True), ({}, False), ({"training__finetune": {"method": "lora"}}, True),
+    ({"training__mode": _REQUEST, "training__precision": {"name": "pure-bf16", "parameters": "int4"}}, False),
+    ({"training__finetune": {"method": "qlora"}}, False)])
+def test_weights_that_their_config_calls_quantised_are_told(sets: dict[str, Any], told: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000,
+        "intermediate_size": 512, "max_position_embeddings": 4096,
+        "quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    found = elsewhere(resolve({
+        "name": "x", "cluster": {"topology": "single-a100-80g-sxm"}, "model": {"hf": "config.json"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128}},
+        sets={name.replace("__", "."): value for name, value in sets.items()}, base=tmp_path))
+    assert [text for text in found if "config.json says that weights are quantised (gptq, 4 bits)" in text] == found
+    assert bool(found) is told
