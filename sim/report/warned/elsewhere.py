@@ -36,7 +36,8 @@ def _of_training(scenario: Scenario) -> list[str]:
         return []
     written = _written(scenario, "training")
     told = _asked(written, Training, _TRAINS)
-    told += [name for name in _BATCH if written.get(name) not in (None, 1, mode.inference.batch)]
+    plain = (None, 1, mode.inference.batch, scenario.replica_ranks)  # the last is what a result's JSON has of it
+    told += [name for name in _BATCH if written.get(name) not in plain]
     return [f"training: {_listed(told)} nothing: they are of training, and this is a request of "
             f"{mode.inference.batch:,} sequences (training.mode.inference)"] if told else []
 
@@ -110,7 +111,8 @@ def _written(scenario: Scenario, section: str) -> Mapping[str, Any]:
 def _asked(written: Mapping[str, Any], table: type[Table], names: Iterable[str]) -> list[str]:
     """Names of those that are written, and as something else than nothing or the default."""
     return [name for name in names if name in written
-            and written[name] not in (None, False, "none", table.model_fields[name].default)]
+            and written[name] not in (None, False, "none", table.model_fields[name].default)
+            and not (isinstance(written[name], Mapping) and not any(written[name].values()))]
 
 
 def _listed(names: list[str]) -> str:

@@ -52,6 +52,7 @@ def test_what_is_of_elsewhere_is_told_and_changes_nothing(sets: dict[str, Any], 
     {"parallel__strategy": "fsdp", "parallel__prefetch": {"limit": 1}, "parallel__wrap": 1000},
     {"parallel__context": 2, "parallel__context_exchange": "all-gather"},
     {"parallel__pipeline": 2, "parallel__split_slots": {"head": 1}},
+    {"parallel__split_slots": {"embedding": 0, "head": 0}},
     {"training__finetune": {"method": "lora", "dropout": 0.1}}, {"parallel__gradient_as_bucket_view": True}])
 def test_what_is_read_or_a_default_is_not_told(sets: dict[str, Any]) -> None:
     assert elsewhere(scenario(**sets)) == []
@@ -72,3 +73,11 @@ def test_weights_that_their_config_calls_quantised_are_told(sets: dict[str, Any]
         sets={name.replace("__", "."): value for name, value in sets.items()}, base=tmp_path))
     assert [text for text in found if "config.json says that weights are quantised (gptq, 4 bits)" in text] == found
     assert bool(found) is told
+
+
+def test_a_scenario_as_a_result_has_it_is_told_nothing_new() -> None:
+    """The JSON of a result holds every field, defaults too."""
+    for mode in ("train", _REQUEST):
+        asked = scenario(training__mode=mode, parallel__strategy="fsdp" if mode == "train" else "ddp")
+        again = resolve(json.loads(json.dumps(sim.run(asked).to_json()["scenario"])))
+        assert elsewhere(again) == []
