@@ -36,8 +36,8 @@ def _of_training(scenario: Scenario) -> list[str]:
         return []
     written = _written(scenario, "training")
     told = _asked(written, Training, _TRAINS)
-    plain = (None, 1, mode.inference.batch, scenario.replica_ranks)  # the last is what a result's JSON has of it
-    told += [name for name in _BATCH if written.get(name) not in plain]
+    own = {"global_batch": scenario.replica_ranks}  # as a result's JSON has it
+    told += [name for name in _BATCH if written.get(name) not in (None, 1, mode.inference.batch, own.get(name))]
     return [f"training: {_listed(told)} nothing: they are of training, and this is a request of "
             f"{mode.inference.batch:,} sequences (training.mode.inference)"] if told else []
 
