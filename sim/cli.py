@@ -7,13 +7,14 @@ Results go to standard output, everything else to standard error. Exit codes: 0 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -318,10 +319,21 @@ def schema() -> None:
     click.echo(json.dumps(json_schema(), indent=2))
 
 
+class _Catalogue(click.Choice[str]):
+    """A choice that says of an unknown word which is nearest."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """See click."""
+        if value not in self.choices:
+            raise UserError(Fault(f"there is no catalogue '{value[:40]}'; known are {', '.join(self.choices)}", "WHAT",
+                                  hint=nearest(value, self.choices)))
+        return str(value)
+
+
 @cli.command("list", cls=JsonCommand, short_help="Print a catalogue, or every field of a scenario.", epilog=examples(
     "drystep list models", "drystep list topologies h100 infiniband", "drystep list fields"))
-@click.argument("what", type=click.Choice(["gpus", "topologies", "models", "software", "precisions", "fields",
-                                       "result"]))
+@click.argument("what", type=_Catalogue(["gpus", "topologies", "models", "software", "precisions", "fields",
+                                     "result"]))
 @click.argument("words", nargs=-1)
 @json_option("the catalogue")
 def list_(what: str, words: tuple[str, ...], json_to: str | None) -> None:
@@ -350,6 +362,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     # Python has None for a stream that was closed when the process started
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open to the end)
                               for stream in (sys.stdout, sys.stderr))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+            stream.reconfigure(errors="replace")  # a terminal of ASCII has no bars: that is no fault
     try:
         # not cli.main(): it would turn a broken pipe into exit code 1, which here means a fault of ours
         with cli.make_context("drystep", sys.argv[1:] if arguments is None else list(arguments)) as context:

@@ -62,8 +62,10 @@ def import_command(kind: str, files: tuple[str, ...], cluster: str | None, nodes
             click.echo(text, nl=False)
         click.echo(to_text(found), err=True, nl=False)
         return
-    with writing("--out", out):
-        Path(out).write_text(text, encoding="utf-8")
+    from sim.report.whole_file import whole_file
+
+    with writing("--out", out), whole_file(out) as part:
+        part.write_text(text, encoding="utf-8")
     answer(json_to, to_text(found), to_json(found))
     click.echo(f"wrote {out}; drystep run {out}", err=True)
 

@@ -6,7 +6,7 @@ import csv
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -149,55 +149,59 @@ def _renamed(error: UserError, field: str, argument: str) -> UserError:
 @click.command(cls=JsonCommand, short_help="Fit the machine to your own measurements.", epilog=examples(
     "drystep calibrate --nccl all_reduce.txt --topology dgx-a100-80g --out mine.yaml",
     "drystep calibrate --gemm times.csv --gpu a100-80g-sxm --out card.yaml"))
-@click.option("--nccl", metavar="FILE", help="What nccl-tests printed on the cluster; any number of tables.")
+@click.option("--nccl", multiple=True, metavar="FILE",
+              help="What nccl-tests printed on the cluster; any number of tables, repeatable.")
 @click.option("--topology", metavar="T", help="The cluster that --nccl was measured on: a name or a path.")
 @click.option("--gemm", metavar="CSV", help="Timings of matrix products: gpu,dtype,m,n,k,batch,time_us,source.")
 @click.option("--gpu", metavar="G", help="The catalogue's GPU that --gemm was measured on.")
 @click.option("--out", required=True, metavar="F", help="Where the topology or the GPU's profile goes (YAML).")
 @json_option("what was fitted and how well")
-def calibrate(nccl: str | None, topology: str | None, gemm: str | None, gpu: str | None, out: str,
+def calibrate(nccl: tuple[str, ...], topology: str | None, gemm: str | None, gpu: str | None, out: str,
               json_to: str | None) -> None:
     """Fit the machine to your own measurements; the file written is what a scenario names.
 
     --nccl writes a topology for 'cluster.topology', --gemm a GPU's profile for 'cluster.topology.gpu'; both together
     one topology with the profile inside.
     """
-    if nccl is None and gemm is None:
+    if not nccl and gemm is None:
         raise UserError(Fault("nothing to calibrate with", hint="give --nccl FILE --topology T, or --gemm CSV --gpu G"))
-    for given, wanted, name, other in ((nccl, topology, "--nccl", "--topology"), (gemm, gpu, "--gemm", "--gpu")):
+    for given, wanted, name, other in ((nccl or None, topology, "--nccl", "--topology"),
+                                       (gemm, gpu, "--gemm", "--gpu")):
         if (given is None) != (wanted is None):
             raise UserError(Fault(f"{name} and {other} go together", other if wanted is None else name))
     writable("--out", out)
     writable("--json", json_to)
-    apart([name for name in (nccl, gemm) if name], {"--out": out, "--json": json_to})
+    sources = [*nccl, *([gemm] if gemm else [])]
+    apart(sources, {"--out": out, "--json": json_to})
     written: dict[str, Any] = {}
     quality: dict[str, Any] = {"out": out}
     texts = []
     if gemm is not None and gpu is not None:
         written, quality["gemm"], text = _fit_gemm(gemm, gpu)
         texts.append(text)
-    if nccl is not None and topology is not None:
+    if nccl and topology is not None:
         fitted, quality["nccl"], text = _fit_nccl(nccl, topology)
         written = fitted | ({"gpu": written} if written else {})
         texts.append(text)
-    _write(out, written, [Path(name).name for name in (nccl, gemm) if name])
+    _write(out, written, [Path(name).name for name in sources])
     answer(json_to, "\n".join(text.rstrip("\n") for text in texts), quality)
 
 
-def _fit_nccl(text_file: str, topology: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+def _fit_nccl(text_files: Sequence[str], topology: str) -> tuple[dict[str, Any], dict[str, Any], str]:
     """The topology as its file says, with the links' figures of this cluster; how good they are, as data and text."""
     from sim.calibration.nccl.own_cluster import calibrate_nccl
     from sim.scenario.named.gpus import is_profile
     from sim.scenario.named.topologies import find_topology
 
     mapping = _topology(topology, 1)
-    with _reading("--nccl", text_file):
-        found = calibrate_nccl(text_file, mapping)
+    with _reading("--nccl", ", ".join(text_files)):
+        found = calibrate_nccl(text_files, mapping)
     document = find_topology(topology, Path())
     plain = {**document.data, "links": dict(found.links)}
     if is_profile(plain["gpu"]):  # a path is relative to the file that holds it
         plain["gpu"] = str((document.folder / plain["gpu"]).resolve())
-    return plain, {"links": dict(found.links), "tables": [dict(row) for row in found.tables]}, found.text()
+    return plain, {"links": dict(found.links), "tables": [dict(row) for row in found.tables],
+                   "warnings": list(found.warnings)}, found.text()
 
 
 def _fit_gemm(table: str, gpu: str) -> tuple[dict[str, Any], dict[str, Any], str]:
@@ -236,9 +240,11 @@ def _check_products(path: Path) -> None:
 def _write(out: str, plain: Mapping[str, Any], sources: list[str]) -> None:
     import yaml
 
+    from sim.report.whole_file import whole_file
+
     text = yaml.safe_dump(dict(plain), sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
-    with writing("--out", out):
-        Path(out).write_text(f"# Written by drystep calibrate from {', '.join(sources)}.\n{text}", encoding="utf-8")
+    with writing("--out", out), whole_file(out) as part:
+        part.write_text(f"# Written by drystep calibrate from {', '.join(sources)}.\n{text}", encoding="utf-8")
     click.echo(f"wrote {out}", err=True)
 
 

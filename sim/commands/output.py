@@ -64,12 +64,14 @@ def write_json(json_to: str | None, data: Mapping[str, Any] | Sequence[Any]) -> 
     """Write `data` where JSON was asked for; whether standard output is taken by it."""
     if json_to is None:
         return False
-    dumped = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+    dumped = json.dumps(data, indent=1, ensure_ascii=json_to == "-" and _narrow(), allow_nan=False)
     if json_to == "-":
         click.echo(dumped)
         return True
-    with writing("--json", json_to):
-        Path(json_to).write_text(dumped + "\n", encoding="utf-8")
+    from sim.report.whole_file import whole_file
+
+    with writing("--json", json_to), whole_file(json_to) as part:
+        part.write_text(dumped + "\n", encoding="utf-8")
     return False
 
 
@@ -82,8 +84,8 @@ def answer(json_to: str | None, text: str, data: Mapping[str, Any]) -> None:
 class JsonOutput:
     """Writes documents as they come, so that a sweep of any length needs no memory and Ctrl-C leaves valid JSON."""
 
-    def __init__(self, write: Callable[[str], object], many: bool) -> None:
-        self._write, self._many = write, many
+    def __init__(self, write: Callable[[str], object], many: bool, ascii_alone: bool = False) -> None:
+        self._write, self._many, self._ascii = write, many, ascii_alone
         self._documents = self._points = 0
         if many:
             write("[\n")
@@ -91,7 +93,7 @@ class JsonOutput:
     def document(self, value: Mapping[str, Any]) -> None:
         """One finished result."""
         self._separate()
-        self._write(_dump(value))
+        self._write(_dump(value, self._ascii))
 
     def begin_sweep(self) -> None:
         """Opens a sweep; its points follow."""
@@ -101,12 +103,12 @@ class JsonOutput:
 
     def point(self, value: Mapping[str, Any]) -> None:
         """One point of the open sweep."""
-        self._write((",\n" if self._points else "") + _dump(value))
+        self._write((",\n" if self._points else "") + _dump(value, self._ascii))
         self._points += 1
 
     def end_sweep(self, rest: Mapping[str, Any]) -> None:
         """Closes the sweep with its other fields."""
-        self._write("\n], " + _dump(rest)[1:])
+        self._write("\n], " + _dump(rest, self._ascii)[1:])
 
     def close(self) -> None:
         """Ends the output."""
@@ -118,8 +120,13 @@ class JsonOutput:
         self._documents += 1
 
 
-def _dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+def _dump(value: Any, ascii_alone: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ascii_alone, allow_nan=False)
+
+
+def _narrow() -> bool:
+    """Whether standard output lacks characters that names may have, so that JSON has to spell them out."""
+    return not str(getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
 @contextmanager
@@ -129,7 +136,7 @@ def json_output(path: str | None, many: bool) -> Iterator[JsonOutput | None]:
         yield None
         return
     if path == "-":
-        out = JsonOutput(sys.stdout.write, many)
+        out = JsonOutput(sys.stdout.write, many, _narrow())
         yield out
         out.close()
         return

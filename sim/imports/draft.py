@@ -168,8 +168,8 @@ class Draft:
         """The settings of each file but a model's config.json, which `sim.scenario.hf` reads. Raises UserError."""
         for file in files:
             settings = read_settings(file)
-            said = settings.get("model_type", "architectures")
-            if said is None:
+            said = None if settings.has("base_model") else settings.get("model_type", "architectures")
+            if said is None:  # axolotl's files have a model_type beside their base_model
                 yield settings
                 continue
             self.take("model.hf", file, said)
@@ -180,7 +180,8 @@ class Draft:
         """Notes all that nobody took of a file."""
         self._closed.append(settings)
         for said, idle in settings.rest():
-            self._others.append(Note("idle" if idle else "unknown", str(said), "", said.value))
+            near = "" if idle else settings.near(said.name)
+            self._others.append(Note("idle" if idle else "unknown", str(said), "", said.value, near))
 
     def finish(self, sets: Sequence[str] = ()) -> Imported:
         """The scenario, checked.
@@ -202,7 +203,8 @@ class Draft:
         document.data.setdefault("name", self.name or "imported")
         if not faults:
             faults += [fault for fault in _missing(document) if fault.field not in self._later]
-            faults += [Fault(f"was not taken: {note.text}" if note.text else "is not known here", file=note.said)
+            faults += [Fault(f"was not taken: {note.text}", file=note.said) if kind == "left" and note.text else
+                       Fault("is not known here", file=note.said, hint=note.text)
                        for kind in ("left", "unknown") for note in self._others if faults and note.kind == kind][:_FEW]
         if faults:
             raise UserError(faults)
@@ -330,6 +332,9 @@ def _missing(document: Document) -> Iterable[Fault]:
     for path, hint in _WANTED.items():
         if _at(document.data, path) in (None, {}):
             yield Fault("is said in none of the files", path, hint=hint)
+    model = document.data.get("model")
+    if isinstance(model, Mapping) and "layers" in model and not {"preset", "hf", "vocab", "table"} & set(model):
+        yield Fault("is said in none of the files", "model.vocab", hint="--set model.vocab=N, tokens of its vocabulary")
 
 
 def _put(data: dict[str, Any], path: str, value: Any) -> None:

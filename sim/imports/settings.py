@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import json
 import re
@@ -20,6 +21,8 @@ _KEY = re.compile(r"\s*([\w.-]+)\s*=")
 _NAMED = re.compile(r"\$\{(\.*)([\w-]+(?:\.[\w-]+)*)\}")
 #: Larger whole numbers are no setting's: readers count ranks and blocks out.
 _MOST = 10**15
+#: A slip of the keyboard leaves so much of a name (difflib's ratio): `seqence_len`, `enable_liger_kernal`.
+_SLIP = 0.87
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -82,6 +85,10 @@ class Said:
         return UserError(Fault(f"expected {wanted}, found {str(self.value)[:60]!r}", self.name, self.file, self.line,
                                hint))
 
+    def clash(self, what: str) -> UserError:
+        """The error of a setting that another one rules out."""
+        return UserError(Fault(what, self.name, self.file, self.line, "leave one of them out"))
+
 
 @dataclass
 class Settings:
@@ -100,15 +107,21 @@ class Settings:
     elsewhere: bool = False
     _read: set[str] = field(default_factory=set)
     _idle: list[str] = field(default_factory=list)
+    _sought: set[str] = field(default_factory=set)
 
     def get(self, *names: str) -> Said | None:
         """The first of these dotted names that the file has with a value; all of them count as read."""
         self._read.update(names)
+        self._sought.update(names)
         for name in names:
             value = self._at(name)
             if value is not None:
                 return Said(self.file, name, value, self.line(name))
         return None
+
+    def seek(self, name: str) -> None:
+        """Notes a name as one that readers look for; it does not count as read."""
+        self._sought.add(name)
 
     def has(self, name: str) -> bool:
         """Whether the file says anything of a dotted name; it does not count as read."""
@@ -132,6 +145,16 @@ class Settings:
             if name not in self._read and not self.elsewhere:
                 yield (Said(self.file, name, value, self.line(name)),
                        any(fnmatch.fnmatchcase(name, one) for one in self._idle))
+
+    def near(self, name: str) -> str:
+        """A hint at the setting that a name nobody knows is a slip of: one readers look for, as the file writes it."""
+        known = {self._shown(one) for one in (*self._sought, *self._idle) if "*" not in one}
+        alike = difflib.get_close_matches(name, sorted(known), n=1, cutoff=_SLIP)
+        return f"did you mean '{alike[0]}'?" if alike else ""
+
+    def _shown(self, name: str) -> str:
+        """A name as users write it."""
+        return name
 
     def read(self) -> Iterator[Said]:
         """Each leaf that somebody read."""
@@ -181,6 +204,9 @@ class Told(Settings):
 
     def _full(self, said: Said) -> Said:
         return replace(said, name=self.tell(said.name))
+
+    def _shown(self, name: str) -> str:
+        return self.tell(name)
 
 
 def peek(settings: Settings, *names: str) -> Said | None:

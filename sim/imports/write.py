@@ -6,6 +6,7 @@ import json
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -110,11 +111,11 @@ def _table(rows: Sequence[tuple[str, str, str]], width: int) -> list[str]:
 
 
 def _listed(notes: Sequence[Note], width: int) -> list[str]:
-    """Names alone, file by file."""
+    """Names alone, file by file, and what each may be a slip of."""
     by_file: dict[str, list[str]] = {}
     for note in notes:
         file, _, name = note.said.rpartition(": ")
-        by_file.setdefault(file, []).append(name)
+        by_file.setdefault(file, []).append(_why(replace(note, said=name)))
     lines = []
     for file, names in by_file.items():
         lines += textwrap.wrap(f"{file}: {', '.join(names)}", width, initial_indent="  ", subsequent_indent="    ",

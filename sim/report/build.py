@@ -20,6 +20,7 @@ from sim.report.numbers.neighbours import features
 from sim.report.result import Detail, Result, Simulation, tokens_per_sample
 from sim.report.warned.asked import in_vain
 from sim.report.warned.attention import of_whole_sequences
+from sim.report.warned.elsewhere import elsewhere
 from sim.report.warned.queues import unusual_queues
 from sim.report.warned.unsaid import unsaid_host, unsaid_network
 from sim.report.warned.unused import buckets_in_vain, fsdp_of_another, without_ranks
@@ -154,7 +155,7 @@ def _warnings(result: Result) -> list[str]:
         found.append(f"memory: the step does not return to the level at which it began ({leaks})")
     found += [*unusual_queues(result.scenario), *unsaid_network(result.scenario), *unsaid_host(result.scenario),
               *in_vain(result.scenario), *without_ranks(result.scenario), *buckets_in_vain(result.scenario),
-              *fsdp_of_another(result.scenario)]
+              *fsdp_of_another(result.scenario), *elsewhere(result.scenario)]
     loading = result.data_loading
     if loading.waiting_s > 0:
         found.append(f"data: training needs {loading.bytes_per_step / loading.work_s / 1e9:.3g} GB/s per node and "

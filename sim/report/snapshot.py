@@ -19,6 +19,7 @@ from sim.memory.order import Buffers
 from sim.memory.tensors import TensorReplay
 from sim.program import MemoryOp, Program, Section
 from sim.report.numbers.memory import MemoryResult
+from sim.report.whole_file import whole_file
 from sim.tensor_trace import LayerMemory
 
 #: Where the first segment lies: the viewer takes an address of 0 for none.
@@ -42,7 +43,7 @@ def write_snapshot(path: Path, memory: MemoryResult, layers: Sequence[str]) -> N
     Raises:
         OSError: the file cannot be written.
     """
-    with path.open("wb") as file:
+    with whole_file(path) as part, part.open("wb") as file:
         pickle.dump(snapshot(memory.program, layers, memory.limit_bytes if memory.pressed else None,
                              memory.settings), file, _PROTOCOL)
 

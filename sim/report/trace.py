@@ -6,7 +6,8 @@ streams and one track per communicator; a task of kernels is a slice with its ke
 chain of kernels waits for are drawn on their communicators' tracks (`sim.report.numbers.inside`), as far as the number
 of events allows; its counters (`ph: C`) are the bytes it holds, by category and in all ("allocated"), at the times at
 which the host allocates and frees, and what the allocator reserves. Of a pipeline every stage is a process, and what it
-does carries the number of its micro-batch.
+does carries the number of its micro-batch. No event begins before 0: where hosts of later stages are ahead of the step
+they issue, all moves by that much, and `otherData.step_begins_us` says by how much.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from sim.report.numbers.inside import Inside, Parts
 from sim.report.numbers.memory import MemoryResult, by_class
 from sim.report.pictures.pipeline_rows import MicroBatches
 from sim.report.result import Result
+from sim.report.whole_file import whole_file
 
 #: Beyond so many events a viewer turns slow; runs that repeat are then shown once, with a mark saying how often.
 EVENT_LIMIT = 200_000
@@ -47,11 +49,12 @@ def write_trace(result: Result, path: str | Path) -> None:
         OSError: the file cannot be written.
     """
     text = json.dumps(trace(result), separators=(",", ":"))
-    if str(path).endswith(".gz"):
-        with open(path, "wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as file:
-            file.write(text.encode())
-    else:
-        Path(path).write_text(text, encoding="utf-8")
+    with whole_file(path) as part:
+        if str(path).endswith(".gz"):
+            with open(part, "wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as file:
+                file.write(text.encode())
+        else:
+            part.write_text(text, encoding="utf-8")
 
 
 def trace(result: Result, event_limit: int = EVENT_LIMIT) -> dict[str, Any]:
@@ -89,8 +92,21 @@ def trace(result: Result, event_limit: int = EVENT_LIMIT) -> dict[str, Any]:
             replay.skip(run.section, run.repeats - len(drawn))
         events += _reserved(number, counters, memories[number])
         events += counters
+    begin = _from_zero(events)
     return {"traceEvents": events, "displayTimeUnit": "ms",
-            "otherData": {"scenario": result.scenario.name, "step_time_s": result.step_time_s}}
+            "otherData": {"scenario": result.scenario.name, "step_time_s": result.step_time_s, "step_begins_us": begin}}
+
+
+def _from_zero(events: list[dict[str, Any]]) -> float:
+    """Move events so that none begins before 0, where viewers drop it (Perfetto's trace_sorter_negative_timestamp_
+    dropped): hosts of later stages are ahead of the step they issue. Returns when the step begins, us."""
+    early = min((event["ts"] for event in events if "ts" in event), default=0.0)
+    if early >= 0:
+        return 0.0
+    for event in events:
+        if "ts" in event:
+            event["ts"] = round(event["ts"] - early, 3)
+    return float(-early)
 
 
 def _inner(job: Job, opened: Sequence[Inside], count: Callable[[Parts], int]) -> Iterator[int]:

@@ -176,6 +176,10 @@ def _gpu(cluster: dict[str, Any], topology: dict[str, Any], document: Document, 
         topology["gpu"] = name
 
 
+#: Figures of a GPU under two names: of a scenario, and of the catalogue and profiles.
+_ALIKE = {"memory": "memory_gib", "memory_bandwidth": "memory_bandwidth_gb_s"}
+
+
 def _described(gpu: dict[str, Any], cluster: dict[str, Any], document: Document, faults: list[Fault]) -> Any:
     """The GPU behind a mapping; its single figures go to `cluster.gpu`, where what the user wrote wins."""
     own = {key: value for key, value in gpu.items() if key in GpuFigures.model_fields}
@@ -184,6 +188,10 @@ def _described(gpu: dict[str, Any], cluster: dict[str, Any], document: Document,
         cluster["gpu"] = {**own, **written} if isinstance(written, dict) else own
         for key in own:
             document.places.setdefault(f"cluster.gpu.{key}", document.place(f"{PLACE}.{key}"))
+            if not isinstance(written, dict) or key not in written:
+                document.moved[f"cluster.gpu.{key}"] = f"{PLACE}.{key}"
+    faults += [document.fault(f"{PLACE}.{other}", f"'{name}' and '{other}' are one figure, said twice", "keep one of "
+                              "the two") for name, other in _ALIKE.items() if name in gpu and other in gpu]
     rest = {key: value for key, value in gpu.items() if key not in own}
     if "like" not in rest and canonical_gpu(str(rest.get("name"))) is not None:
         rest["like"] = rest["name"]

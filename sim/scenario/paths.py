@@ -45,6 +45,11 @@ def apply_sets(document: Document, sets: Sequence[str], faults: list[Fault]) -> 
     return done
 
 
+#: How one figure below a name is set that has no fields of its own here.
+_ONE_FIGURE = {"cluster.topology.gpu": "cluster.gpu has single figures such as memory; for others write "
+                                       "cluster.topology.gpu={like: NAME, sms: 100}"}
+
+
 def assign(document: Document, path: str, value: Any, place: Place, faults: list[Fault]) -> None:
     """Sets one dotted path in a document, whole, opening names (a topology's, a precision's) that it goes inside of."""
     head, _, rest = path.partition(".")
@@ -61,6 +66,7 @@ def assign(document: Document, path: str, value: Any, place: Place, faults: list
             inner = dict(inner)
         elif inner is None:
             inner = {}
+            document.places[walked] = place
         if not isinstance(inner, dict):
             faults.append(
                 Fault(
@@ -68,7 +74,7 @@ def assign(document: Document, path: str, value: Any, place: Place, faults: list
                     field=path,
                     file=place[0],
                     line=place[1],
-                    hint=f"set {walked} itself",
+                    hint=_ONE_FIGURE.get(walked, f"set {walked} itself"),
                 )
             )
             return

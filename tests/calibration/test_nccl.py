@@ -283,3 +283,40 @@ def test_machines_with_the_same_cards_tell_one_another_their_latency() -> None:
     assert volta & ampere and not volta & hopper
     spreads = dict(zip(parameters.names, parameters.spreads, strict=True))
     assert spreads["fabric_us.efa.ampere"] < spreads["fabric_us.efa"] / 2
+
+
+def _ranks(gpu: str, count: int = 8) -> str:
+    return "".join(f"#  Rank {i:2d} Group  0 Pid 7 on n1 device {i:2d} [0x07] {gpu}\n" for i in range(count))
+
+
+def test_several_files_are_fitted_together(tmp_path: Path) -> None:
+    for op in ("all_reduce", "all_gather"):
+        (tmp_path / f"{op}.txt").write_text(_ranks("NVIDIA A100-SXM4-80GB") + _table(op, 1), encoding="utf-8")
+    found = calibrate_nccl([tmp_path / "all_reduce.txt", tmp_path / "all_gather.txt"], "dgx-a100-80g")
+    assert [table["op"] for table in found.tables] == ["all_reduce", "all_gather"]
+    assert found.warnings == []
+
+
+@pytest.mark.parametrize(("gpu", "topology", "told"), [
+    ("NVIDIA A100-SXM4-80GB", "dgx-a100-80g", False), ("A100", "dgx-a100-80g", False),
+    ("NVIDIA A10", "dgx-a100-80g", True), ("NVIDIA H100 80GB HBM3", "dgx-a100-80g", True),
+    ("", "dgx-a100-80g", False), ("AMD Instinct MI300X", "dgx-a100-80g", True)])
+def test_a_table_of_other_gpus_is_told(gpu: str, topology: str, told: bool, tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text(_ranks(gpu) + _table("all_reduce", 1), encoding="utf-8")
+    warnings = calibrate_nccl(tmp_path / "log.txt", topology).warnings
+    assert any("its ranks ran on" in text for text in warnings) == told
+
+
+def test_rows_that_are_not_read_are_told(tmp_path: Path) -> None:
+    """A line cut off, one without a time, one of wrong results, and a table of an operation that is not simulated."""
+    head = "# all_reduce_perf\n" + _ranks("A100")
+    rows = ("  67108864  16777216  float  sum  -1  600.1  111.8  195.7  0  599.0  112.0  196.0  3\n"
+            "  134217728  33554432  float  sum  -1  N/A  N/A  N/A  N/A  N/A  N/A  N/A  N/A\n"
+            "  268435456  67108864  float  sum\n")
+    (tmp_path / "log.txt").write_text(head + rows + "# gather_perf\n" + _ranks("A100") + rows, encoding="utf-8")
+    found = calibrate_nccl(tmp_path / "log.txt", "dgx-a100-80g")
+    said = "\n".join(found.warnings)
+    assert "lines 11, 12 of all_reduce not taken: no time in it" in said
+    assert "line 10 of all_reduce, taken all the same, had wrong results" in said
+    assert "a table of gather was not taken" in said
+    assert "! " in found.text()

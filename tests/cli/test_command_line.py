@@ -281,6 +281,21 @@ def test_a_closed_standard_output_is_no_fault() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_terminal_of_ascii_is_no_fault() -> None:
+    """Characters that it lacks are question marks, and JSON spells them out."""
+    arguments = ("run", "scenarios/gpt2-large-ddp.yaml", "--set", "name=\u6a21", "--set", "expect={}")
+    told, spelled = (subprocess.run(
+        [sys.executable, "-m", "sim", *arguments, *more], capture_output=True, text=True, cwd=ROOT, check=False,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"}) for more in ((), ("--json", "-")))
+    assert (told.returncode, told.stderr, told.stdout.splitlines()[0]) == (0, "", "?")
+    assert json.loads(spelled.stdout)["scenario"]["name"] == "\u6a21"
+
+
+def test_an_unknown_catalogue_is_answered_with_the_nearest(drystep: Any) -> None:
+    ran = drystep("list", "fild")
+    assert (ran.code, "did you mean 'fields'?" in ran.err) == (2, True)
+
+
 def test_control_c_while_the_command_loads_leaves_no_traceback() -> None:
     stops = ("import os, signal, sys\n"
              "class Stop:\n"

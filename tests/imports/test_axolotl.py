@@ -246,6 +246,11 @@ def test_kernels_of_lora_that_turn_themselves_on(read: Read, more: dict[str, Any
     assert any("turns on by itself" in note.text for note in found.of("left")) is told
 
 
+def test_weights_in_8_and_in_4_bits_are_refused(read: Read) -> None:
+    with pytest.raises(UserError, match="load_in_8bit: expected false beside load_in_4bit"):
+        read({**PLAIN, **LORA, "load_in_8bit": True, "load_in_4bit": True})
+
+
 def test_8_bit_weights_without_bf16_compute_in_fp16(read: Read) -> None:
     found = read({**PLAIN, **LORA, "load_in_8bit": True, "bf16": False})
     assert fields(found, "training.precision") == ["amp-fp16"]

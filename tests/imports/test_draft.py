@@ -232,6 +232,29 @@ def test_the_file_reads_back_and_says_where_each_line_comes_from(tmp_path: Path)
     assert kinds == {"taken", "assumed", "left", "idle", "unknown"}
 
 
+def test_a_slip_of_a_setting_is_told_with_the_setting_that_is_meant(tmp_path: Path) -> None:
+    """In the list of what is not known, and where something a scenario needs is lacking."""
+    made = draft()
+    settings = Settings("a.json", {"per_device_batchsize": 4, "strange": 1, "lerning_rate": 2})
+    settings.get("per_device_batch_size")
+    settings.idle("learning_rate", "warmup*")
+    made.close(settings)
+    told = to_text(made.finish(ON))
+    assert "per_device_batchsize (did you mean 'per_device_batch_size'?), strange" in " ".join(told.split())
+    assert "lerning_rate (did you mean 'learning_rate'?)" in " ".join(told.split())
+    bare = Draft(name="bare")
+    bare.close(settings)
+    with pytest.raises(UserError, match=r"per_device_batchsize: is not known here \(did you mean 'per_device_batch"):
+        bare.finish(ON)
+
+
+def test_a_model_of_sizes_without_a_vocabulary_is_told_as_that() -> None:
+    made = draft()
+    made.take("model.layers", 2, said("layers", 2))
+    with pytest.raises(UserError, match=r"model.vocab: is said in none of the files .--set model.vocab=N"):
+        made.finish(ON[:1])
+
+
 def test_paths_are_written_as_the_new_file_has_to_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()

@@ -26,7 +26,7 @@ ZERO = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
 
 
 @pytest.mark.parametrize(("contents", "message"), [
-    ([{**BATCH, "bf16": True, "fp16": True}], r"file0.json:\d: fp16: expected one of bf16 and fp16"),
+    ([{**BATCH, "bf16": True, "fp16": True}], r"file0.json:\d: fp16: bf16 and fp16 are both on"),
     ([{**BATCH, "per_device_train_batch_size": 0}], r"file0.json:2: per_device_train_batch_size: expected a whole"),
     ([{**BATCH, "per_device_train_batch_size": "two"}], "expected a whole number of at least 1, found 'two'"),
     ([{**BATCH, "bf16": [True]}], "bf16: expected true or false"),

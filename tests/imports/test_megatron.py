@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sim.errors import UserError
 from sim.imports.draft import Draft, Imported
 from sim.imports.megatron.read import read
+from sim.imports.read import import_files
 from sim.scenario.fields.schema import Scenario
 
 FILES = Path(__file__).parent / "files"
@@ -561,3 +562,18 @@ def test_absurdly_many_pipeline_ranks(size: str) -> None:
             f"--pipeline-model-parallel-size: {size}\n--pipeline-model-parallel-layout: Et*8|L\n--vocab-size: 100\n")
     with pytest.raises(UserError, match="pipeline-model-parallel-size: expected a whole number"):
         imported(text, "cluster.nodes=1", name="a.yaml")
+
+
+def test_files_of_axolotl_are_no_models_config_though_they_have_a_model_type(tmp_path: Path) -> None:
+    (tmp_path / "a.yml").write_text("base_model: x\nmodel_type: LlamaForCausalLM\nmicro_batch_size: 2\n")
+    for kind in ("torchtitan", "nemo"):
+        with pytest.raises(UserError, match=r"a\.yml:1: holds none of"):
+            import_files(kind, [str(tmp_path / "a.yml")], ["cluster.topology=dgx-h100"])
+
+
+def test_a_slip_of_an_argument_is_told_as_the_script_writes_arguments(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(
+        "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 128 "
+        "--max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 8 --bf16 --use-flash-atn\n")
+    found = import_files("megatron", [str(tmp_path / "a.sh")], ["cluster.topology=dgx-h100"])
+    assert [note.text for note in found.of("unknown")] == ["did you mean '--use-flash-attn'?"]

@@ -325,3 +325,11 @@ def test_ddp_by_the_type_of_spring_2024() -> None:
 def test_layers_that_stay_in_16_bits(tables: dict[str, str], left: set[str]) -> None:
     """mx.filter_fqns is ["output"] unless said, float8's is empty (job_config.py)."""
     assert names(imported(job(**tables)), "left") == left
+
+
+def test_degrees_of_two_eras_that_contradict_each_other_are_refused() -> None:
+    text = ("[model]\nname = 'llama3'\nflavor = '8B'\n[training]\nseq_len = 8192\nlocal_batch_size = 1\n"
+            "tensor_parallel_degree = {}\n[parallelism]\ntensor_parallel_degree = 4\n")
+    assert imported(text.format(4)).scenario.parallel.tensor == 4
+    with pytest.raises(UserError, match=r"training.tensor_parallel_degree: says 2, but parallelism.tensor_parallel_de"):
+        imported(text.format(2))

@@ -199,6 +199,8 @@ def test_sixteen_thousand_gpus_with_a_slow_one_stay_few_classes() -> None:
     ({"other_gpus": [{"gpu": "v100-32g-sxm", "first_node": 1}, {"gpu": "h200", "first_node": 0, "nodes": 2}]},
      "cluster.other_gpus.1.first_node"),
     ({"slow_gpus": [{"gpu": 1, "clock": 0}]}, "cluster.slow_gpus.0.clock"),
+    ({"degraded": [{"link": "nic", "share": 0.5}, {"link": "nic", "share": 0.2}]}, "cluster.degraded.1"),
+    ({"other_gpus": [{"gpu": "mi300x", "first_node": 1}]}, "cluster.other_gpus.0.gpu"),
 ])
 def test_trouble_that_cannot_be_is_refused(cluster: dict[str, Any], field: str) -> None:
     with pytest.raises(UserError) as caught:

@@ -141,3 +141,17 @@ def test_counters_follow_the_ledger(result_of: Make, micro_steps: int) -> None:
     for name in ("memory", "allocated", "reserved"):
         stamps = [e["ts"] for e in counters if e["name"] == name]
         assert stamps == sorted(stamps)
+
+
+def test_no_event_begins_before_zero_where_later_stages_are_ahead() -> None:
+    """Perfetto drops events of negative times: their hosts issue the step before the first stage begins it."""
+    cut = {**CUT, "training": {**CUT["training"], "micro_steps": 8},  # type: ignore[dict-item]
+           "parallel": {"strategy": "zero1", "pipeline": 4}}
+    result = sim.run(resolve(cut))
+    drawn = trace(result)
+    begin = drawn["otherData"]["step_begins_us"]
+    events = [e for e in drawn["traceEvents"] if "ts" in e]
+    assert begin > 0
+    assert min(e["ts"] for e in events) == 0
+    last = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X")
+    assert last == pytest.approx(begin + result.step_time_s * 1e6, abs=0.01)

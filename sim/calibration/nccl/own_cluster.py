@@ -11,6 +11,7 @@ import numpy as np
 import yaml
 
 from sim.calibration.nccl.command import OPERATIONS, bus_factor
+from sim.calibration.nccl.doubts import doubts
 from sim.calibration.nccl.figures import Floats, Parameters
 from sim.calibration.nccl.printed import Run, parse
 from sim.calibration.nccl.solver import influence, residuals, solve
@@ -26,6 +27,8 @@ _MOST_NODES, _RATIO_OFF = 64, 0.002
 #: How far figures of a cluster may differ from the catalogue's (standard deviation of the logarithm), however little
 #: those of published sites differ: cables, switches and settings are the cluster's own (judged).
 _OWN_SPREAD = 0.15
+#: Mean error from which on a fitted table is told to be of another machine: published sites stay below half of it.
+_FAR_OFF = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +40,13 @@ class Calibration:
         tables: of each run its op, nodes, gpus_per_node, rows, and its mean absolute error with the catalogue's figures
             (before), the cluster's (after), and on the rows left out of a second fit to every other row (checked).
         topology: the mapping a scenario can name, `links` included.
+        warnings: what of the texts was not read, and what makes the fit doubtful.
     """
 
     links: Mapping[str, float]
     tables: Sequence[Mapping[str, Any]]
     topology: Mapping[str, Any]
+    warnings: Sequence[str] = ()
 
     def text(self) -> str:
         """Quality of the fit and what moved, for people."""
@@ -52,28 +57,31 @@ class Calibration:
         lines += ["", "figure                            catalogue    this cluster"]
         lines += [f"{name:<32} {float(rows[name]):>10.4g} {value:>15.4g}"
                   for name, value in self.links.items()]
+        lines += ["", *(f"! {text}" for text in self.warnings)] if self.warnings else []
         return "\n".join(lines) + "\n"
 
 
-def calibrate_nccl(text_file: str | Path, topology: str | Path | Mapping[str, Any],
+def calibrate_nccl(text_files: str | Path | Sequence[str | Path], topology: str | Path | Mapping[str, Any],
                    out: str | Path | None = None) -> Calibration:
     """Fit the network's figures to a cluster's nccl-tests output.
 
     Args:
-        text_file: the programs' standard output, any number of tables and operations. Where it does not tell NCCL's
-            version, that is today's, as for `drystep collective`.
+        text_files: the programs' standard output, a file or several, any number of tables and operations in each. Where
+            it does not tell NCCL's version, that is today's, as for `drystep collective`.
         topology: the cluster: a name of `topologies/`, a path or a mapping. Ranks and hosts come from the text.
         out: where to write the topology with its `links`, for `cluster.topology` of a scenario; None writes nothing.
 
     Raises:
         UserError: an unreadable file, no table in it, or ranks the topology cannot hold.
     """
-    path = Path(text_file)
-    if not path.is_file():
-        raise UserError(Fault("no such file", "--nccl", str(path)))
+    paths = [Path(text_files)] if isinstance(text_files, str | Path) else [Path(name) for name in text_files]
     mapping = _mapping(topology)
-    runs = [run for run in parse(path.read_text(encoding="utf-8", errors="replace"), str(path)) if run.op in OPERATIONS]
-    sweeps = [_sweep(run, mapping, str(path)) for run in runs]
+    read = [(run, str(path)) for path in paths for run in _runs(path)]
+    runs = [run for run, _ in read if run.op in OPERATIONS]
+    sweeps = [_sweep(run, mapping, file) for run, file in read if run.op in OPERATIONS]
+    if not sweeps:
+        raise UserError(Fault(f"no table is of an operation that is simulated: {', '.join(OPERATIONS)}", "--nccl",
+                              read[0][1], read[0][0].line))
     center = {name: float(value) for name, value in catalogue().items()}
     own = {**center, **{str(k): float(v) for k, v in (mapping.get("links") or {}).items()}}
     parameters = Parameters(own, _OWN_SPREAD)
@@ -95,12 +103,25 @@ def calibrate_nccl(text_file: str | Path, topology: str | Path | Mapping[str, An
     tables = [{"op": run.op, "nodes": sweep.nodes, "gpus_per_node": sweep.network.gpus_per_node, "rows": len(run.rows),
                "before": b, "after": a, "checked": c}
               for run, sweep, b, a, c in zip(runs, sweeps, before, after, checked, strict=True)]
-    result = Calibration(links, tables, {**mapping, "links": links})
+    result = Calibration(links, tables, {**mapping, "links": links}, [*doubts(read, mapping), *_far_off(tables)])
     if out is not None:
-        head = f"# Written by drystep calibrate from {path.name}: the topology with figures of links measured on it.\n"
+        names = ", ".join(path.name for path in paths)
+        head = f"# Written by drystep calibrate from {names}: the topology with figures of links measured on it.\n"
         Path(out).write_text(head + yaml.safe_dump(dict(result.topology), sort_keys=False, default_flow_style=None,
                                                    width=120), encoding="utf-8")
     return result
+
+
+def _runs(path: Path) -> list[Run]:
+    if not path.is_file():
+        raise UserError(Fault("no such file", "--nccl", str(path)))
+    return parse(path.read_text(encoding="utf-8", errors="replace"), str(path))
+
+
+def _far_off(tables: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A warning for each table that no figures of this topology come near."""
+    return [f"{table['op']} on {table['nodes']} x {table['gpus_per_node']} stays {100 * table['after']:.0f}% off "
+            "however its links are counted: is it of this topology?" for table in tables if table["after"] > _FAR_OFF]
 
 
 def _mapping(topology: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from sim.errors import Fault, UserError
 _PROGRAM = re.compile(r"\b(all_reduce|all_gather|reduce_scatter|alltoall|broadcast|reduce|sendrecv|scatter|gather|"
                       r"hypercube)_perf\b")
 _KIND = {"alltoall": "all_to_all", "sendrecv": "send_recv"}
-_RANK = re.compile(r"^#\s+Rank\s+(\d+)\s.*?\bon\s+(\S+)\s+device")
+_RANK = re.compile(r"^#\s+Rank\s+(\d+)\s.*?\bon\s+(\S+)\s+device\s+\d+\s*(?:\[[^\]]*\])?\s*(.*)$")
 _THREADS = re.compile(r"nThreads?\s+(\d+)\s+nGpus\s+(\d+)")
 _VERSION = re.compile(r"NCCL version\s+([\d.]+)")
 #: NCCL_VERSION_CODE in the head of nccl-tests 2.17 and later (recalled): 22703 is 2.27.3.
@@ -29,6 +29,9 @@ class Run:
         ranks, nodes, processes: of the run; 0 where the file does not say. Processes: `one` drives several GPUs.
         rows: (bytes, out-of-place time us, in-place time us or None).
         line: of its first row, 1-based.
+        gpu: what its first rank calls its GPU ("NVIDIA A100-SXM4-80GB"), "" where no line tells.
+        unread: lines, 1-based, that begin as a row does and have no time.
+        wrong: lines, 1-based, of rows whose results were wrong (#wrong); they are rows like others.
     """
 
     op: str = ""
@@ -41,6 +44,9 @@ class Run:
     reduction: str = ""
     root: int = -1
     line: int = 0
+    gpu: str = ""
+    unread: list[int] = field(default_factory=list)
+    wrong: list[int] = field(default_factory=list)
 
 
 def parse(text: str, file: str = "") -> list[Run]:
@@ -71,7 +77,8 @@ def parse(text: str, file: str = "") -> list[Run]:
             ranks.add(int(rank.group(1)))
             hosts.add(rank.group(2))
             current.ranks, current.nodes = len(ranks), len(hosts)
-        if not line.lstrip().startswith("#") and _row(line, current):
+            current.gpu = current.gpu or rank.group(3).strip()
+        if not line.lstrip().startswith("#") and _row(line, number, current):
             current.line = current.line or number
             collected = True
     if collected:
@@ -87,10 +94,10 @@ def parse(text: str, file: str = "") -> list[Run]:
     return runs
 
 
-def _row(line: str, run: Run) -> bool:
+def _row(line: str, number: int, run: Run) -> bool:
     """Take a row's figures into `run`; False when the line is none."""
     words = line.split()
-    if len(words) < 6 or not words[0].isdigit() or not words[1].isdigit() or words[2][0].isdigit():
+    if len(words) < 3 or not words[0].isdigit() or not words[1].isdigit() or words[2][0].isdigit():
         return False
     rest = words[3:]
     if rest and rest[0] in _REDUCTIONS:
@@ -98,11 +105,14 @@ def _row(line: str, run: Run) -> bool:
         if rest and re.fullmatch(r"-?\d+", rest[0]):
             run.root, rest = int(rest[0]), rest[1:]
     figures = list(_numbers(rest))
-    if len(figures) < 3 or figures[0] is None or figures[0] <= 0:
-        return False
     size, inside = int(words[0]), figures[4] if len(figures) >= 7 else figures[3] if len(figures) == 6 else None
     if size == 0:
         return False
+    if len(figures) < 3 or figures[0] is None or figures[0] <= 0:
+        run.unread.append(number)
+        return False
+    if any(figures[place] for place in ((3, 7) if len(figures) == 8 else (3,) if len(figures) in (4, 7) else ())):
+        run.wrong.append(number)
     run.rows.append((size, figures[0], inside if inside and inside > 0 else None))
     if figures[1] and figures[2] and figures[1] >= 1:
         run.ratios.append(figures[2] / figures[1])

@@ -161,6 +161,8 @@ def _adapter(settings: Settings, job: Job) -> bool:
     for said in (four, eight):
         if said is not None and kind is None:
             raise said.wrong("false without an adapter: axolotl refuses it")
+    if four is not None and eight is not None:  # transformers' BitsAndBytesConfig, and axolotl of qlora
+        raise eight.wrong("false beside load_in_4bit")
     quantised = kind is not None and kind.word() == "qlora"
     if quantised and kind is not None and four is None:
         raise kind.wrong("load_in_4bit beside qlora: axolotl refuses it without")

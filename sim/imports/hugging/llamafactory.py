@@ -149,7 +149,7 @@ def _dtypes(settings: Settings, job: Job, tuned: bool) -> None:
     if pure is None and not tuned:
         pure = switch(settings, "use_badam")  # init_adapter leaves its weights in the half type too
     if len(halves) > 1:
-        raise halves[1].wrong("one of bf16 and fp16")
+        raise halves[1].clash("bf16 and fp16 are both on")
     half = halves[0] if halves else None
     if half is not None:
         job.keep("amp", half.name, half)

@@ -146,7 +146,7 @@ def _sequence(settings: Settings, job: Job) -> None:
 def _dtypes(settings: Settings, job: Job) -> None:
     on = [(half, said) for half in ("bf16", "fp16") if (said := switch(settings, half)) is not None]
     if len(on) > 1:
-        raise on[1][1].wrong("one of bf16 and fp16")
+        raise on[1][1].clash("bf16 and fp16 are both on")
     for half, said in on:
         job.keep("amp", half, said)
     if not on and (off := peek(settings, "bf16")) is not None:

@@ -72,6 +72,8 @@ class Args:
     def _said(self, name: str) -> Said | None:
         """An argument as files have it; one that has a value before one that only a running shell knows."""
         found: list[Said] = []
+        for file in self.settings:
+            file.seek(f"--{name.replace('_', '-')}" if any(key.startswith("--") for key in file.data) else name)
         for settings, key in self._keys.get(name, ()):
             said = settings.get(key)
             if said is not None and all(said.file != one.file for one in found):
@@ -129,8 +131,8 @@ def _is_on(said: Said) -> bool:
 def is_config(settings: Settings) -> bool:
     """Whether a file is a model's config.json."""
     kind = settings.data.get("model_type", "")
-    return "architectures" in settings.data or (
-        "model_type" in settings.data and not str(kind).startswith("ModelType"))
+    return "architectures" in settings.data or (  # axolotl's files have a model_type beside their base_model
+        "model_type" in settings.data and not str(kind).startswith("ModelType") and "base_model" not in settings.data)
 
 
 def read_arguments(files: Iterable[str], draft: Draft) -> Args:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from sim.imports.draft import Draft
-from sim.imports.settings import Said, Settings, one_of
+from sim.imports.settings import Said, Settings, one_of, peek
 
 #: Tables that have had the settings of parallelism, newest first.
 _TABLES = ("parallelism", "experimental", "training")
@@ -40,8 +40,17 @@ class _Micro:
 
 
 def degree(settings: Settings, *names: str) -> Said | None:
-    """A setting of parallelism, wherever its era has it."""
-    return settings.get(*(f"{where}.{name}" for where in _TABLES for name in names))
+    """A setting of parallelism, wherever its era has it.
+
+    Raises:
+        UserError: tables of two eras have it, and say different things.
+    """
+    places = [f"{where}.{name}" for where in _TABLES for name in names]
+    told = [said for place in places if (said := peek(settings, place)) is not None]
+    for other in told[1:]:
+        if other.value != told[0].value:
+            raise other.clash(f"says {other.value!r}, but {told[0].name} (line {told[0].line}) says {told[0].value!r}")
+    return settings.get(*places)
 
 
 def read_layout(settings: Settings, draft: Draft, layers: int | None) -> str:

@@ -85,9 +85,12 @@ def render_sweep(points: Sequence[Result], skipped: Sequence[Mapping[str, Any]],
         _print_whole(_sweep_table(points, list(axes)), to)
         for line in scaling(points, axes):
             to.print(Text(str(line), style="dim"))
-    for point in skipped:
-        sets = ", ".join(f"{k}={written(v)}" for k, v in point["set"].items())
-        to.print(Text.assemble(("skipped ", "yellow"), f"{sets}: {point['reason']}"))
+        for point in points:
+            if point.sensitivity is not None:
+                to.print(Text(f"10% more at {_point(point, axes)}: {_gains(point.sensitivity)}"))
+    for impossible in skipped:
+        sets = ", ".join(f"{k}={written(v)}" for k, v in impossible["set"].items())
+        to.print(Text.assemble(("skipped ", "yellow"), f"{sets}: {impossible['reason']}"))
     warnings = together([(_point(p, axes), p.warnings) for p in points])
     to.print(Group(*(_warning(w) for w in warnings), *(_claim(points[0]) if points else [])))
 
@@ -191,12 +194,16 @@ def _bound(result: Result) -> list[Any]:
         shown = f"; {seconds(left)} of it not hidden" if left > 1e-3 * result.step_time_s else "; hidden"
         lines.append(Text(f"offload: {result.copied}{shown}"))
     if result.sensitivity is not None:
-        lines.append(Text("10% more of: " + ", ".join(
-            f"{name.replace('_', ' ')} {round(100 * change, 1) + 0.0:+.1f}%"  # no -0.0
-            for name, change in result.sensitivity.items())))
+        lines.append(Text(f"10% more of: {_gains(result.sensitivity)}"))
     if result.validated.count:
         lines.append(Text(str(result.validated), style="dim"))
     return list(lines)
+
+
+def _gains(sensitivity: Mapping[str, float]) -> str:
+    """What 10% more of each resource does to the step: "tensor cores -6.9%, network +0.0%"."""
+    return ", ".join(f"{name.replace('_', ' ')} {round(100 * change, 1) + 0.0:+.1f}%"  # no -0.0
+                     for name, change in sensitivity.items())
 
 
 def _kept_waits(result: Result, exposed_s: float) -> str:
@@ -350,5 +357,5 @@ def _sweep_table(points: Sequence[Result], axes: Sequence[str]) -> Table:
 def _efficiency(point: Result, points: Sequence[Result]) -> str:
     """Throughput per GPU over that of the smallest cluster among the points that differ in nothing else."""
     alike = [p for p in points if all(p.set[k] == v for k, v in point.set.items() if k != "cluster.nodes")]
-    first = min(alike, key=lambda p: p.set["cluster.nodes"])
+    first = min(alike, key=lambda p: p.scenario.cluster.nodes)  # the axis may hold a null
     return f"{100 * point.tokens_per_second_per_gpu / first.tokens_per_second_per_gpu:.1f}%"

@@ -300,6 +300,19 @@ def both_directions(scenario: Scenario) -> list[str]:
             f"has: it is one direction, and vendors state both together ({asked / 2:g} is its own)"]
 
 
+def with_sparsity(scenario: Scenario) -> list[str]:
+    """A warning where a GPU of one's own is given twice the products of the one it is like: vendors state both those of
+    dense matrices and, first, those with structured sparsity (H100: 989 and 1,979 TFLOP/s in bf16)."""
+    cluster, own = scenario.cluster, scenario.cluster.topology.gpu
+    asked = cluster.gpu.tflops if cluster.gpu is not None else None
+    name = own if isinstance(own, str) else str(own["like"])
+    has = gpu_facts(name)["tflops"]
+    told = [dtype for dtype, value in (asked or {}).items() if dtype in has and abs(value / has[dtype] - 2) <= _ALIKE]
+    dense = ", ".join(f"{has[dtype]:g}" for dtype in told)
+    return [f"hardware: tflops of {', '.join(told)} are twice those of {name}: dense products are meant, and vendors "
+            f"state twice as much with sparsity ({dense} dense)"] if told else []
+
+
 def direct_over_sockets(scenario: Scenario) -> list[str]:
     """A warning where a topology says that its cards read GPU memory over a fabric that stages messages through the
     host, as one does whose fabric alone was changed."""
@@ -332,11 +345,11 @@ def links_of_other_cards(scenario: Scenario) -> list[str]:
 
 
 #: What is asked in vain, in the order in which it is said.
-_ASKED = (links_in_vain, links_of_other_cards, both_directions, direct_over_sockets, overlap_in_vain, prefetch_in_vain,
-          takes_turns, zero_plus_plus_in_vain, algorithm_in_vain, schedule_of_another, same_tokens, versions_in_vain,
-          kernels_in_vain, determinism, accumulation_in_vain, autocast_alone, fused_bias_in_vain, cache_in_vain,
-          token_budget_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain, not_flash, documents_in_vain,
-          joint_beside_frozen, third_in_vain)
+_ASKED = (links_in_vain, links_of_other_cards, both_directions, with_sparsity, direct_over_sockets, overlap_in_vain,
+          prefetch_in_vain, takes_turns, zero_plus_plus_in_vain, algorithm_in_vain, schedule_of_another, same_tokens,
+          versions_in_vain, kernels_in_vain, determinism, accumulation_in_vain, autocast_alone, fused_bias_in_vain,
+          cache_in_vain, token_budget_in_vain, peer_sums_in_vain, protocol_in_vain, budget_in_vain, not_flash,
+          documents_in_vain, joint_beside_frozen, third_in_vain)
 
 
 def in_vain(scenario: Scenario) -> list[str]:

@@ -32,6 +32,10 @@ def check_names(data: dict[str, Any], document: Document) -> list[Fault]:
             *_links_known(data.get("cluster"), document)]
 
 
+#: A measured link may reach more than its nominal speed, but not twice that.
+_MOST_SHARE = 2.0
+
+
 def _links_known(cluster: Any, document: Document) -> list[Fault]:
     """Figures of links measured on a cluster have the catalogue's names."""
     topology = cluster.get("topology") if isinstance(cluster, dict) else None
@@ -39,9 +43,14 @@ def _links_known(cluster: Any, document: Document) -> list[Fault]:
     if not isinstance(links, dict):
         return []
     known = table("network/figures.yaml")
-    return [document.fault(f"cluster.topology.links.{name}", f"no figure of links is called '{str(name)[:60]}'",
-                           nearest(str(name), known) or "its names are those of sim/network/figures.yaml")
-            for name in links if name not in known]
+    percent = [document.fault(f"cluster.topology.links.{name}", f"{value:g} is no share of what a link has: at most "
+                              f"{_MOST_SHARE:g}", f"write {value / 100:g}" if value <= 100 * _MOST_SHARE else "")
+               for name, value in links.items() if "_share." in str(name) and isinstance(value, int | float)
+               and value > _MOST_SHARE]
+    nameless = [document.fault(f"cluster.topology.links.{name}", f"no figure of links is called '{str(name)[:60]}'",
+                               nearest(str(name), known) or "its names are those of sim/network/figures.yaml")
+                for name in links if name not in known]
+    return percent + nameless
 
 
 def _batch_given(training: Any, document: Document) -> list[Fault]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sim.errors import Fault, UserError
+from sim.errors import Fault, UserError, nearest
 from sim.scenario.hf.config import Config
 from sim.scenario.hf.llamas import LLAMAS, sizes
 from sim.scenario.hf.mixtures import MIXTURES
@@ -212,15 +212,17 @@ def read_config(folder: Path, written: str) -> dict[str, Any]:
         raise UserError(Fault(f"holds {describe(values)} where a config was expected", file=shown, line=1))
     family = values.get("model_type")
     if not isinstance(family, str) or family not in _FAMILIES:
-        hint = instead_of(values) or (
-            f"known: {', '.join(_FAMILIES)}; for another give kind, layers, hidden, heads … in place of hf")
+        near = nearest(family, _FAMILIES) if isinstance(family, str) else ""
+        hint = instead_of(values) or "; ".join([*([near] if near else []), f"known: {', '.join(_FAMILIES)}",
+                                                "for another give kind, layers, hidden, heads … in place of hf"])
         inner = values.get("text_config")
         if isinstance(inner, dict) and inner.get("model_type") in _FAMILIES:
             hint = (f"its language model is: write 'text_config' ({inner['model_type']}) into a file of its own; what "
                     "reads pictures or sound is not simulated")
         message = "the config has no 'model_type'" if family is None else (
             f"models of the type {describe(family).removeprefix('the text ')} are not known")
-        raise UserError(Fault(message, field="model_type", file=shown, hint=hint))
+        line = text.count("\n", 0, text.find('"model_type"')) + 1 if family is not None else 0
+        raise UserError(Fault(message, field="model_type", file=shown, line=line, hint=hint))
     config = Config(values, shown, text)
     fields = _FAMILIES[family](config)
     if config.faults:

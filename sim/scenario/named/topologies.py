@@ -34,4 +34,7 @@ def find_topology(name: str, base: Path) -> Document:
         hint = other_value("cluster.topology", name) or nearest(name, known) or (
             "see 'drystep list topologies', give the path of a file, or write the mapping here")
         raise UserError(Fault(f"there is no topology named '{name[:80]}'", hint=hint))
-    return read_document(beside(base, name), name, "topology")
+    path, shipped = beside(base, name), Path(name).stem
+    if not path.exists() and shipped in topology_names():
+        raise UserError(Fault(f"'{name[:80]}': no such file", hint=f"the catalogue's is called by its name: {shipped}"))
+    return read_document(path, name, "topology")

@@ -58,6 +58,7 @@ class Document:
         file: as the user gave it.
         folder: what relative paths inside are relative to.
         faults: what was wrong with the text but did not stop the reading (duplicate keys, tags, NaN).
+        moved: dotted path that values are read at -> the one they are written at, where that is another.
     """
 
     data: dict[str, Any]
@@ -65,6 +66,7 @@ class Document:
     file: str
     folder: Path
     faults: list[Fault] = field(default_factory=list)
+    moved: dict[str, str] = field(default_factory=dict)
 
     def place(self, path: str) -> Place:
         """Place of a dotted path, or of the nearest parent that was written."""
@@ -77,7 +79,13 @@ class Document:
     def fault(self, path: str, message: str, hint: str = "") -> Fault:
         """A fault at the place of `path`."""
         file, line = self.place(path)
-        return Fault(message, field=path, file=file, line=line, hint=hint)
+        return Fault(message, field=self._as_written(path), file=file, line=line, hint=hint)
+
+    def _as_written(self, path: str) -> str:
+        for read, written in self.moved.items():
+            if path == read or path.startswith(f"{read}."):
+                return written + path.removeprefix(read)
+        return path
 
 
 #: What a file of a kind holds, for who gave an empty one or another.

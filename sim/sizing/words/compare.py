@@ -120,8 +120,9 @@ def _held_up(found: Comparison, i: int) -> Iterator[str]:
     a slower network matrix products are slower too."""
     before, after = found.contention_s[0], found.contention_s[i]
     if abs(after - before) > _LEAST * found.whole_s[0]:
+        was, now = (cost if cost > _NOTHING * found.whole_s[0] else 0.0 for cost in (before, after))
         yield (f"  {'of these, kernels beside collectives':42} {seconds_of(after - before):>11}   the SMs and memory "
-               f"bandwidth that these hold cost {seconds_of_run(before)} -> {seconds_of_run(after)}")
+               f"bandwidth that these hold cost {seconds_of_run(was)} -> {seconds_of_run(now)}")
 
 
 def plot_comparison(found: Comparison, ax: Axes | None = None) -> Axes:

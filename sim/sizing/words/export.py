@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sim.errors import Fault, UserError
+from sim.report.whole_file import whole_file
 from sim.sizing.words.layout import said
 
 
@@ -40,16 +40,11 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with part.open("w", encoding="utf-8", newline="") as file:
-            table = _table(rows)
-            writer = csv.DictWriter(file, list(table[0]) if table else ["cluster"], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(table)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with whole_file(path) as part, part.open("w", encoding="utf-8", newline="") as file:
+        table = _table(rows)
+        writer = csv.DictWriter(file, list(table[0]) if table else ["cluster"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)
 
 
 def need_parquet() -> None:
@@ -76,9 +71,5 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     import pyarrow
     from pyarrow import parquet
 
-    part = path.with_name(f".{path.name}.part")
-    try:
+    with whole_file(path) as part:
         parquet.write_table(pyarrow.Table.from_pylist(_table(rows)), part, compression="zstd")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -83,6 +83,20 @@ def test_a_sweep_has_a_row_per_point_and_its_scaling_efficiency(result_of: Make)
     assert "! memory: nearly full (nodes 2)" in lines
 
 
+def test_a_sweep_tells_what_more_of_each_resource_does_at_every_point(result_of: Make) -> None:
+    """And scaling goes by the nodes there are, where an axis leaves one point its topology's own number (null)."""
+    points = []
+    for nodes in (2, None):
+        result = result_of(1)
+        result.set = {"cluster.nodes": nodes}
+        result.sensitivity = {"tensor_cores": -0.05, "network": -0.0001}
+        points.append(result)
+    lines = sweep_as_text(points, [], {"cluster.nodes": [2, None]}).splitlines()
+    assert "10% more at nodes 2: tensor cores -5.0%, network +0.0%" in lines
+    assert "10% more at nodes none: tensor cores -5.0%, network +0.0%" in lines
+    assert next(line for line in lines if line.startswith("none ")).split()[-1] == "100.0%"
+
+
 @pytest.mark.parametrize(("value", "text"), [(1.23456, "1.235 s"), (0.0123, "12.3 ms"), (4.2e-5, "42 µs"), (0.0, "0"),
                                              (0.9998, "0.9998 s"), (0.9994, "999 ms"), (9.998e-4, "1 ms")])
 def test_seconds(value: float, text: str) -> None:

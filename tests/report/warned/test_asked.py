@@ -27,6 +27,7 @@ from sim.report.warned.asked import (
     schedule_of_another,
     takes_turns,
     versions_in_vain,
+    with_sparsity,
 )
 from sim.scenario import Scenario, resolve
 from sim.software import stack_of
@@ -263,6 +264,16 @@ def test_links_at_twice_their_speed_are_most_likely_both_directions(speed: str, 
     assert bool(found) == told
     if told:
         assert "7200 Gb/s (900 GB/s) is twice what dgx-h100 has" in found[0] and "(3600 is its own)" in found[0]
+
+
+@pytest.mark.parametrize(("tflops", "told"), [
+    ({"bf16": 1979}, "tflops of bf16 are twice those of h100-80g-sxm"), ({"bf16": 989, "fp8": 1979}, ""),
+    ({"bf16": 148}, ""), ({"bf16": 989, "fp8": 3958}, "(1979 dense)")])
+def test_products_at_twice_their_rate_are_most_likely_those_with_sparsity(tflops: dict[str, float], told: str) -> None:
+    found = with_sparsity(resolve({
+        "name": "t", "cluster": {"topology": "dgx-h100", "gpu": {"tflops": tflops}}, "model": {"preset": "gpt2"},
+        "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128}, "parallel": {"strategy": "ddp"}}))
+    assert [told in text for text in found] == ([True] if told else [])
 
 
 def on_fabric(fabric: str, **inter: Any) -> Scenario:

@@ -49,3 +49,7 @@ def test_the_nearest_that_is_simulated_is_told_in_the_configs_sizes(
 def test_what_is_no_attention_is_said_so(tmp_path: Path) -> None:
     assert refused(tmp_path, {"model_type": "mamba2"}) == "state spaces and linear attention are not simulated"
     assert refused(tmp_path, {"model_type": "vit"}).startswith("known: llama, ")  # sizes are left to its class
+
+
+def test_a_slip_in_the_name_of_a_family_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    assert refused(tmp_path, {"model_type": "mixtrl"}).startswith("did you mean 'mixtral'?; known: llama, ")

@@ -42,3 +42,18 @@ def test_spellings(name: str) -> None:
 def test_without_a_figure_to_go_by_it_is_asked_for(gpu: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="needs 'like'"):
         scenario(gpu)
+
+
+@pytest.mark.parametrize(("gpu", "field", "message"), [
+    ({"like": "h100-80g-sxm", "memory": 96}, "cluster.topology.gpu.memory", "too little to be a size"),
+    ({"like": "h100-80g-sxm", "tflops": {"bf17": 1}}, "cluster.topology.gpu.tflops.bf17", "not one of"),
+    ({"like": "h100-80g-sxm", "memory": "96 GB", "memory_gib": 80}, "cluster.topology.gpu.memory_gib", "said twice")])
+def test_faults_of_a_gpus_figures_are_told_where_they_are_written(gpu: dict[str, Any], field: str,
+                                                                  message: str) -> None:
+    """And not at `cluster.gpu`, where the figures are read."""
+    with pytest.raises(UserError) as caught:
+        resolve({"name": "t", "cluster": {"topology": {"gpu": gpu, "gpus_per_node": 1}}, "model": {"preset": "gpt2"},
+                 "training": {"micro_batch": 1, "micro_steps": 1, "sequence": 128}})
+    (fault,) = caught.value.faults
+    assert fault.field == field
+    assert message in fault.message

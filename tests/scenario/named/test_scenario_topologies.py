@@ -199,3 +199,19 @@ def test_a_topology_that_leaves_out_a_field_has_what_the_catalogue_writes(field:
         if ways[0] != ways[1]:
             differing.add(topology)
     assert differing == PARTICULAR[field]
+
+
+def test_a_catalogues_topology_that_is_called_as_a_file_is_told_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no such file .the catalogue's is called by its name: dgx-h100"):
+        on("topologies/dgx-h100.yaml", tmp_path)
+
+
+@pytest.mark.parametrize(("share", "said"), [(85, "(write 0.85)"), (1.1, ""), (850, "at most 2")])
+def test_shares_of_links_are_no_percentages(share: float, said: str, tmp_path: Path) -> None:
+    told = {**find_topology("dgx-h100", tmp_path).data, "links": {"link_share.nvlink4": share}}
+    if not said:
+        assert on(told, tmp_path).cluster.topology.links == {"link_share.nvlink4": share}
+        return
+    with pytest.raises(UserError) as caught:
+        on(told, tmp_path)
+    assert said in str(caught.value.faults[0])
