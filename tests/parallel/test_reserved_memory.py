@@ -32,7 +32,7 @@ def programs(parallel: dict[str, Any] | None = None, sequence: int = 256, batch:
 
 
 def test_the_layout_nearest_to_the_limit_is_not_the_quickest() -> None:
-    """MPT-7B on A100s of 40 GB: with 10 blocks recomputed the replay stops, with 12 it gives back cached segments."""
+    """MPT-7B on A100s of 40 GB: with 11 and 13 blocks recomputed cached segments go back, with 16 all fits."""
     def waits_s(blocks: int) -> float:
         (program,) = lower(resolve({
             "name": "x", "cluster": {"topology": "hgx-a100-40g-1600"}, "model": {"preset": "mpt-7b"},
@@ -42,7 +42,7 @@ def test_the_layout_nearest_to_the_limit_is_not_the_quickest() -> None:
         allocated, limit = peak(program).peak_allocated_bytes, int(38.26 * 2**30)
         assert allocated <= limit
         return replayed(program, limit, allocated).seconds
-    assert waits_s(10) > waits_s(12) > waits_s(16) == 0
+    assert waits_s(11) > waits_s(13) > waits_s(16) == 0
 
 
 jobs = st.fixed_dictionaries({

@@ -41,7 +41,7 @@ def test_what_fsdp_s_stages_gather_is_counted(version: int, finetune: dict[str, 
     for sets, share in found:
         assert share <= 1
         if sets["parallel.schedule"] != "zb-h1":
-            assert share > (0.2 if sets["parallel.schedule"] == "gpipe" else 0.43)
+            assert share > (0.2 if sets["parallel.schedule"] == "gpipe" else 0.42)
 
 
 @pytest.mark.parametrize("framework", ["pytorch", "deepspeed"])
