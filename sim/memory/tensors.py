@@ -88,6 +88,7 @@ class TensorReplay(Generic[B]):
         self._gradient: B | None = None  # of the last backward's input
         self._tied: deque[B] = deque()
         self._has_states = False
+        self._first: dict[str, list[B]] = {}
         self._launches: list[int] | None = None
         self._whole = knows_layers(program)
         self._alike: dict[int, int] = {}
@@ -98,11 +99,16 @@ class TensorReplay(Generic[B]):
         """What the model holds before its first step."""
         for name, size, category in self.program.resident:
             if category != "context" and (category != _STATES or name in self.program.construction):
-                self._make(name, size, category)
+                if name in self.program.first:
+                    self._first[name] = [self.allocator.allocate(rounded(one)) for one in self.program.first[name]]
+                else:
+                    self._make(name, size, category)
         self.allocator.top_asked = self.allocator.asked  # what counts is the steps' highest point, as in the ledger
 
     def step(self) -> None:
         """One optimizer step."""
+        if self._has_states and self._first:
+            self._replace_first()
         schedule = self.program.schedule
         for place, (number, repeats) in enumerate(schedule):
             if place == len(schedule) - 1 and not self._has_states:
@@ -137,6 +143,15 @@ class TensorReplay(Generic[B]):
         self._has_states = True
         for name, size, category in self.program.resident:
             if category == _STATES and name not in self.program.construction:
+                self._make(name, size, category)
+
+    def _replace_first(self) -> None:
+        """The first step is over: what stood for resident entries goes, and they come."""
+        for name, size, category in self.program.resident:
+            blocks = self._first.pop(name, [])
+            for block in blocks:
+                self.allocator.free(block)
+            if blocks:
                 self._make(name, size, category)
 
     def _make(self, name: str, size: int, category: str) -> None:

@@ -158,6 +158,7 @@ class ProgramBuilder:
         self.tensors: dict[str, list[int]] = {}
         self.managed_bytes = 0
         self.construction: dict[str, tuple[tuple[int, int], ...]] = {}
+        self.first: dict[str, list[int]] = {}
         self._sections: list[Section] = []
         self._numbers: dict[int, int] = {}
         self._schedule: list[tuple[int, int]] = []
@@ -165,7 +166,7 @@ class ProgramBuilder:
     def hold_as(self, other: ProgramBuilder) -> None:
         """Hold for the whole step what another program of the job has declared."""
         self.resident, self.host_resident = list(other.resident), list(other.host_resident)
-        self.tensors, self.construction = dict(other.tensors), dict(other.construction)
+        self.tensors, self.construction, self.first = dict(other.tensors), dict(other.construction), dict(other.first)
         self.managed_bytes = other.managed_bytes
 
     def label(self, label: Label) -> int:
@@ -226,4 +227,5 @@ class ProgramBuilder:
             kernels=kernels, segments=segments, collectives=collectives, copies=copies, labels=labels,
             streams=self.streams, communicators=self.communicators, sections=self._sections, schedule=self._schedule,
             launch_queue=self.launch_queue, resident=self.resident, host_resident=self.host_resident, inlines=inlines,
-            tensors=self.tensors, managed_bytes=self.managed_bytes, construction=self.construction)
+            tensors=self.tensors, managed_bytes=self.managed_bytes, construction=self.construction,
+            first=self.first)

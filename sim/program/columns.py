@@ -191,6 +191,7 @@ class Program:
         construction: how a resident entry comes about where more than its tensors is made on the way, by its name:
             (number, bytes) where a tensor is born, (number, 0) where it goes. Optimizer states named here are made
             before the first step, others in it.
+        first: bytes of the tensors that stand for a resident entry until the first step is over, by its name.
     """
 
     kernels: list[Kernel]
@@ -209,6 +210,7 @@ class Program:
     tensors: dict[str, list[int]] = field(default_factory=dict)
     managed_bytes: int = 0
     construction: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    first: dict[str, list[int]] = field(default_factory=dict)
 
     def by_row(self, of_kernel: Callable[[Kernel], _T], of_inline: Callable[[Inline], _T]) -> list[_T]:
         """A value for every row a segment may name: index it with the entries of `Segment.kernels`."""

@@ -73,8 +73,9 @@ class Stack:
         unpadding: how the attention wrapper copies qkv and output between padded and packed form: none, packed (qkv at
             once), apart (queries, keys and values one after another) or known (apart, by rows found once per forward).
         shards_copied: FSDP 1 copies a unit's shard before it gathers it, though it has the right dtype.
-        records_streams: what a collective used that its caller waits for comes back behind an event of NCCL's stream.
+        records_streams: what a collective used that one waits for comes back behind an event of NCCL's stream.
         views_beside: FSDP 1 makes its views, so their backward the flat gradient, on the stream of its all-gathers.
+        whole_first_bucket: DDP has all gradients in one bucket until the first step is over.
         reduction_copied: FSDP 1 copies a unit's gradient once more before it reduces it.
         step_reductions: all-reduces of a few numbers at the end of a step, whose results the host reads one by one.
         metric_gathers: states of training metrics that are gathered over all ranks at the end of every step.
@@ -101,8 +102,8 @@ class Stack:
             gradient is a sum over all rows ("forward"), the products both ways ("both"), or a kernel each ("apart").
         joins_heads: plain modules of fine-tuning join what was turned of a head to its rest, even to nothing, by a cat.
         expands_kv: plain modules copy grouped keys and values out to every query head in front of fused attention.
-        copied_heads: queries, keys and values are copied from (sequence, batch) to (batch, sequence), keys and values
-            once more side by side and once more interleaved, in front of rotary positions.
+        copied_heads: queries, keys and values are copied from (sequence, batch) to (batch, sequence) in front of rotary
+            positions, keys and values side by side and interleaved, too.
         copied_values: keys and values are copied out of the product of all three where attention does not take them as
             they lie: values beside keys that positions have turned, both of grouped heads.
         heads_in_place: attention reads queries, keys and values as one product laid them out, head by head, and writes
@@ -119,8 +120,8 @@ class Stack:
         dispatch_read: what is over when the host reads how many rows go where: none (it does not), all in front of the
             dispatch (behind), or the counts (beside the permutation).
         experts_scattered: mixtures train over tensor ranks only where these cut the sequence.
-        expert_overlap: what hides tokens on their way to experts: none, shared (experts), batches (a forward and a
-            backward of two micro-batches run as one), where the layout allows it.
+        expert_overlap: what hides tokens on their way to experts where the layout allows it: none, shared (experts),
+            batches (a forward and a backward of two micro-batches run as one).
         expert_overlap_blocks: the same where products are scaled in blocks: mxfp8, asked for or as what fp8 means on a
             GPU that multiplies such.
         gradient_accumulation_fusion: the weight-gradient GEMM adds into the gradient buffer itself.
@@ -133,8 +134,7 @@ class Stack:
         logits_held: the training loop holds a micro-batch's logits until the next one's are there.
         graph_kept: the training loop still holds the last micro-batch's logits, and with them the graph, until the next
             forward returns; what nodes hold that is no saved tensor (the inputs of 4-bit layers) lives as long.
-        frozen_apart: what is not trained has flat parameters of its own in FSDP 1; else it shares the trained tensors'
-            and has gradients with them.
+        frozen_apart: in FSDP 1 what is not trained has flat parameters of its own; else it is in others, with gradients.
         original_parameters: the optimizer of FSDP 1 sees the parts of the model's own parameters in a rank's shards.
         optimizer_reads: numbers that the host reads on the GPU in the update of every tensor.
         sums_in_master: PyTorch's half gradients beside fp32 master parameters are added to fp32 gradients of those
@@ -284,6 +284,7 @@ class Stack:
     shards_copied: bool
     records_streams: bool
     views_beside: bool
+    whole_first_bucket: bool
     reduction_copied: bool
     step_reductions: int
     metric_gathers: int

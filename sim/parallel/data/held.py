@@ -89,6 +89,8 @@ class Held:
             width = self.reduction.buffer_bytes / max(1, numel)
             sizes = [bucket.numel * width for bucket in self.reduction.buckets] if width else []
             self.plan.resident("gradient buckets", sum(map(blocks, sizes)), "buffers", sizes)
+            if len(sizes) > 1 and self.plan.stack.gradient_path == "reducer" and self.plan.stack.whole_first_bucket:
+                self.plan.builder.first["gradient buckets"] = [blocks(sum(sizes))]
         outputs = stage_outputs(self.plan)
         self.plan.resident("stage outputs", sum(outputs), "logits", outputs)
         placeholders = weight_placeholders(stack)

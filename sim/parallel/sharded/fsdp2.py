@@ -117,8 +117,10 @@ class Fsdp2(Fsdp):
         shard group of one rank copies its shards, in the same dtype too (_fsdp_param_group.py, wait_for_unshard). In
         front of it stands what the gather was given, on a stream of its own in PyTorch: the shards cast, and copied
         into its buffer (_fsdp_collectives.py, _get_param_all_gather_inputs and all_gather_copy_in)."""
-        section.allocate(f"gathered:{unit.name}", self.gathered_bytes(unit), "gathered_parameters")
-        self.plan.builder.tensors.setdefault(f"gathered:{unit.name}", self.gathered_tensors(unit))
+        name, tensors = f"gathered:{unit.name}", self.plan.builder.tensors
+        section.allocate(name, self.gathered_bytes(unit), "gathered_parameters")
+        if name not in tensors:
+            tensors[name] = self.gathered_tensors(unit)
         if self.factor == 1 and self.casts:
             cast = ("gather_input", self.cast_bytes(unit), "buffers")
             section.allocate(*cast)
@@ -168,7 +170,8 @@ class Fsdp2(Fsdp):
 
     def gathered_tensors(self, unit: Unit) -> list[int]:
         """Bytes of each of a unit's parameters as modules see them, and of all that is frozen beside them."""
-        sizes = [blocks(numel * self.gather_bytes) for numel in unit.wholes]
+        each = {numel: blocks(numel * self.gather_bytes) for numel in set(unit.wholes)}
+        sizes = [each[numel] for numel in unit.wholes]
         rest = self.gathered_bytes(unit) - sum(sizes)
         return [*sizes, rest] if rest else sizes
 
