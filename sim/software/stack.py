@@ -134,14 +134,13 @@ class Stack:
         logits_held: the training loop holds a micro-batch's logits until the next one's are there.
         graph_kept: the training loop still holds the last micro-batch's logits, and with them the graph, until the next
             forward returns; what nodes hold that is no saved tensor (the inputs of 4-bit layers) lives as long.
-        frozen_apart: in FSDP 1 what is not trained has flat parameters of its own; else it is in others, with gradients.
+        frozen_apart: in FSDP 1 what is not trained has flat parameters of its own; else gradients, in others.
         original_parameters: the optimizer of FSDP 1 sees the parts of the model's own parameters in a rank's shards.
         optimizer_reads: numbers that the host reads on the GPU in the update of every tensor.
         sums_in_master: PyTorch's half gradients beside fp32 master parameters are added to fp32 gradients of those
             behind every backward; else to one another.
         unscaling: where gradients of a scaled fp16 loss are divided and looked through: in a pass of their own (apart),
-            with their copy in fp32, if there is one (copied), or with the scaling by the clip coefficient, if there is
-            one (clipped).
+            with their copy in fp32, if any (copied), or with the scaling by the clip coefficient, if any (clipped).
         optimizer_kernel: loop, foreach or fused, where the scenario does not say.
         pinned_powers: PyTorch rounds pinned host memory up to powers of two.
         fused_counters: a fused Adam counts the steps of every tensor in a tensor of its own on the GPU.
