@@ -335,11 +335,12 @@ class Fsdp:
         if size:
             section.free(GRADIENT_POOL, size, "gradients")
 
-    def copy_kernel(self, name: str, numel: int, width: float) -> Kernel:
-        """A kernel of FSDP's own over `numel` elements at `width` bytes read and written each."""
+    def copy_kernel(self, name: str, numel: int, width: float, launches: int = 1) -> Kernel:
+        """A kernel of FSDP's own over `numel` elements at `width` bytes read and written each, in so many launches."""
         key = (name, numel, width)
         if key not in self.kernels:
-            self.kernels[key] = traffic_kernel(name, self.gather_dtype, numel, numel * width)
+            kernel = traffic_kernel(name, self.gather_dtype, numel, numel * width)
+            self.kernels[key] = kernel if launches == 1 else replace(kernel, launches=launches)
         return self.kernels[key]
 
     def copy(self, section: SectionBuilder, name: str, unit: Unit, numel: int, width: float,

@@ -135,22 +135,24 @@ class Fsdp1(Fsdp):
     def flatten(self, unit: Unit, micro: MicroStep) -> tuple[Kernel, ...]:
         """Gradients of the views into the flat gradient (2 passes), which is added to that of micro-steps before where
         those are not reduced (3), division before the reduction (2), cast and copies (if any), and the copies of its
-        shard from which the unit was gathered."""
+        shard from which the unit was gathered. Launches are those of torch 2.3.1: what was reduced is divided again and
+        cast to its gradient, too."""
         if not unit.numel:
             return ()
         g, r = self.fresh_bytes, self.reduce_bytes
         every = self.plan.scenario.parallel.reduce_every_micro_step
-        width = 2 * g + (0 if micro.first or every else 3 * g)
+        width, passes = 2 * g + (0 if micro.first or every else 3 * g), 1 + (not micro.first and not every)
         if micro.reduce and self.factor * self.replicas > 1:
-            width += 2 * r + (g + r if self.gather_dtype != self.reduce_dtype else 0)
-            width += 2 * r if self.plan.stack.reduction_copied and self.factor > 1 else 0
+            casts, copies = self.gather_dtype != self.reduce_dtype, self.plan.stack.reduction_copied and self.factor > 1
+            width += 2 * r + (g + r if casts else 0) + (2 * r if copies else 0)
+            passes += 2 + casts + copies + (self.reduce_dtype != self.plan.scenario.training.precision.gradients)
         numel = unit.numel + self.graded(unit) - unit.padded
-        kernels = (self.copy_kernel("flatten gradient", numel, width),)
+        kernels = (self.copy_kernel("flatten gradient", numel, width, passes),)
         if not self.copies_shards or not unit.own:
             return kernels
         times = 1 if self.keep or unit is self.root else 2
         width = times * (DTYPE_BYTES[self.plan.scenario.training.precision.parameters] + self.gather_bytes)
-        return (*kernels, self.copy_kernel("shards to gather", unit.own, width))
+        return (*kernels, self.copy_kernel("shards to gather", unit.own, width, times))
 
     def reduced_copies(self, unit: Unit) -> list[tuple[str, int]]:
         """Copies of a unit's gradient on the way to its reduction: cast to its dtype, padded (`reduction_copied`)."""
