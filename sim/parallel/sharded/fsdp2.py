@@ -116,7 +116,8 @@ class Fsdp2(Fsdp):
         """`split_with_sizes_copy` from the gather buffer into the parameters: read and write on the compute stream. A
         shard group of one rank copies its shards, in the same dtype too (_fsdp_param_group.py, wait_for_unshard). In
         front of it stands what the gather was given, on a stream of its own in PyTorch: the shards cast, and copied
-        into its buffer (_fsdp_collectives.py, _get_param_all_gather_inputs and all_gather_copy_in)."""
+        into its buffer (_fsdp_collectives.py, _get_param_all_gather_inputs and all_gather_copy_in). A kernel that
+        splits what was gathered gets its tensors' addresses by a copy from the host (torch 2.6.0: CUDA launches)."""
         name, tensors = f"gathered:{unit.name}", self.plan.builder.tensors
         section.allocate(name, self.gathered_bytes(unit), "gathered_parameters")
         if name not in tensors:
@@ -127,11 +128,12 @@ class Fsdp2(Fsdp):
             section.free(*cast)
         if self.part and unit.name in self.parts:
             section.free(f"post_forward_shard:{unit.name}", self.parts.pop(unit.name), "gathered_parameters")
-        out = self.copy_kernel("copy-out", *self.copied(unit))
+        out = self.copy_kernel("copy-out", *self.copied(unit), 2)
         if self.factor == 1 or not unit.own:
             return (out,)
         width = (DTYPE_BYTES[self.plan.scenario.training.precision.parameters] + self.gather_bytes if self.casts else 0)
-        return self.copy_kernel("shards to gather", unit.own, width + 2 * self.gather_bytes), out
+        shards = self.copy_kernel("shards to gather", unit.own, width + 2 * self.gather_bytes, 1 + self.casts)
+        return shards, out
 
     def cast_bytes(self, unit: Unit) -> int:
         """What stands beside a unit's whole parameters at the highest point while one rank makes them of its shards:
