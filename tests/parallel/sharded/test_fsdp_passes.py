@@ -71,4 +71,4 @@ def test_shards_are_cast_and_copied_in_front_of_every_gather() -> None:
     found = lowered(2026, "bf16", True)
     blocks = sum(layer.numel for layer in found.architecture.stack if layer.kind == "block")
     gathered = (found.architecture.parameters + blocks) / found.architecture.parameters
-    assert own(found, "shards to gather")[0] == (pytest.approx(10 / 8 * gathered, abs=0.01), 10)  # a cast and a copy each
+    assert own(found, "shards to gather")[0] == (pytest.approx(10 / 8 * gathered, abs=0.01), 10)  # two each
