@@ -119,8 +119,9 @@ def _residual_picture(sweeps: Sequence[Sweep], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    fig, axes = plt.subplots(4, 1, figsize=(10, 14), sharex=True)
-    for axis, place in zip(axes, (*_AIMS, *_SERIES.values()), strict=True):
+    places = (*_AIMS, *_SERIES.values())
+    fig, axes = plt.subplots(len(places), 1, figsize=(10, 3.5 * len(places)), sharex=True)
+    for axis, place in zip(axes, places, strict=True):
         for s in (s for s in sweeps if _place(s) == place):
             error = 100 * (s.predict_us() / s.measured_us - 1)
             axis.plot(np.array(s.sizes)[s.counted], error[s.counted], lw=0.8, alpha=0.7,
