@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 #: Published runs of weeks whose layout is known (OPT, BLOOM, GPT-NeoX, Pythia, StarCoder, DeepSeek-V2 and V3, Skywork:
 #: reports/runs.md), and by how much their average step was longer than predicted, percent. A test holds them to it.
-LONGER = (8, -5, 17)
+LONGER = (8, -5, 19)
 #: Steps that differ by less, relative to one another, are as long: sums of doubles in another order.
 _SAME = 1e-6
 #: Shares of a run below which one figure is as good as another.
