@@ -7,7 +7,7 @@ _train_microbatch: `self.state.outputs = self.state.model(...)`), and evaluates 
 
 from __future__ import annotations
 
-from sim.model.style import Style
+from sim.model.layers.chunked import by_position
 from sim.parallel.step import MicroStep, Plan
 from sim.program import SectionBuilder
 from sim.work import DTYPE_BYTES
@@ -26,7 +26,7 @@ class Outputs:
         program = plan.architecture.stack[-1].program
         dtype = plan.scenario.training.precision.compute if program is None else program.style.act
         self.losses, kept = plan.stack.metric_losses, plan.stack.outputs_kept
-        if program is not None and _in_a_variable(program.style):
+        if program is not None and plan.stack.logits_held and by_position(program.style):
             dtype, kept = "fp32" if program.style.widens_logits else dtype, True
         self.logits = micro.batch * plan.architecture.sequence * plan.scenario.model.vocab
         #: Bytes that are kept; 0 where a stack keeps none, or its loss never has them all.
@@ -61,12 +61,6 @@ class Outputs:
             for name, size in tensors:
                 section.free(name, size, _CATEGORY)
         self.replaced(section)
-
-
-def _in_a_variable(style: Style) -> bool:
-    """Whether the loop of fine-tuning holds all logits behind backward (`Stack.logits_held`)."""
-    loop = style.stack.logits_held and style.stack.tuning_chunk > 0 and style.modules == "plain"
-    return loop and style.tuned is not None and style.kind == "decoder"
 
 
 def stage_outputs(plan: Plan) -> list[float]:

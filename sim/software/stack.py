@@ -134,7 +134,7 @@ class Stack:
         logits_held: the training loop holds a micro-batch's logits until the next one's are there.
         graph_kept: the training loop still holds the last micro-batch's logits, and with them the graph, until the next
             forward returns; what nodes hold that is no saved tensor (the inputs of 4-bit layers) lives as long.
-        frozen_apart: in FSDP 1 what is not trained has flat parameters of its own; else gradients, in others.
+        frozen_apart: what is not trained has flat parameters of its own in FSDP 1; else it lies in those of what is.
         original_parameters: the optimizer of FSDP 1 sees the parts of the model's own parameters in a rank's shards.
         optimizer_reads: numbers that the host reads on the GPU in the update of every tensor.
         sums_in_master: PyTorch's half gradients beside fp32 master parameters are added to fp32 gradients of those

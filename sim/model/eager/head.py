@@ -13,6 +13,7 @@ from sim.model.eager.tensors import operations as op
 from sim.model.eager.tensors.autograd import Gradients, Run, Tensor
 from sim.model.eager.tensors.storage import ACTIVATIONS, LOGITS, Storage
 from sim.model.kernels import width
+from sim.model.layers.chunked import by_position, parts_of
 from sim.model.style import Style
 
 
@@ -44,7 +45,7 @@ def _predicted(run: Run, style: Style, x: Tensor, depth: int = 0) -> Tensor:
         return chunked.loss(run, style, inputs, rows)
     run.at("logits")
     run.kind = LOGITS
-    if style.tuned is not None and style.stack.tuning_chunk and style.modules == "plain":
+    if by_position(style):
         return _by_position(run, style, x, rows)
     x = entered(run, style, x)
     slices = style.tensor if style.scattered and not style.stack.gathered_inputs_kept else 1
@@ -71,7 +72,8 @@ def _by_position(run: Run, style: Style, x: Tensor, rows: int) -> Tensor:
     Source: LitGPT 0.2 to 0.4 lora.py, GPT.forward (x.split(lm_head_chunk_size, dim=1)); utils.py,
     chunked_cross_entropy; lightning_fabric 2.1.0 to 2.3.0 plugins/precision/half.py, convert_output.
     """
-    previous, parts, dtype = _previous(run, style, rows), _positions(style, rows), x.dtype
+    previous, dtype = _previous(run, style, rows), x.dtype
+    parts = parts_of(rows, style.batch * style.stack.tuning_chunk)
     loop = run.node(lambda _, gradients: [gradients[0]], (x.sink,))
     whole = rows * style.hidden
     split = run.node(lambda run, _: [run.new(whole, dtype)], (loop.output(),), len(parts))
@@ -98,12 +100,6 @@ def _bounded(run: Run, style: Style, logits: Tensor) -> Tensor:
         return logits
     run.at("softcap")
     return op.scale(run, op.unary(run, op.scale(run, logits), saves_output=True))
-
-
-def _positions(style: Style, rows: int) -> list[int]:
-    """Rows of each chunk of positions."""
-    chunk = style.batch * style.stack.tuning_chunk
-    return [min(chunk, rows - first) for first in range(0, rows, chunk)]
 
 
 def _previous(run: Run, style: Style, rows: int) -> Storage | None:

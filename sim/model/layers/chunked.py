@@ -27,6 +27,13 @@ Ways = tuple[list[Kernel], list[Kernel], tuple[Tensor, ...]]
 OUTPUT_CHUNKS = 8
 
 
+def by_position(style: Style) -> bool:
+    """Whether head and loss go a few positions at a time, their logits being the loop's: LitGPT's fine-tuning
+    of decoders (`Stack.tuning_chunk`), which knows no tensor ranks."""
+    own = style.modules == "plain" and style.kind == "decoder" and style.tensor == 1
+    return own and style.tuned is not None and style.stack.tuning_chunk > 0
+
+
 def chunk_rows(rows: int, hidden: int, vocab: int) -> int:
     """Rows of logits that exist at a time: as many bytes as the head's input, to the next power of two (Liger Kernel,
     `fused_linear_cross_entropy.py`: inc_factor = ceil(V / H), chunk = next_power_of_2(ceil(rows / inc_factor)))."""
@@ -36,7 +43,7 @@ def chunk_rows(rows: int, hidden: int, vocab: int) -> int:
 def output_chunks(rows: int) -> list[int]:
     """Rows of each of torchtune's chunks (torch.chunk: equal ones, the last smaller)."""
     chunk = math.ceil(rows / OUTPUT_CHUNKS)
-    return _parts(rows, chunk)
+    return parts_of(rows, chunk)
 
 
 def chunked_forward(style: Style, rows: int, logits: Operator) -> Ways:
@@ -51,7 +58,7 @@ def chunked_forward(style: Style, rows: int, logits: Operator) -> Ways:
     """
     act, e, vocab, hidden = style.act, width(style.act), style.vocab, style.hidden
     forward = [kernel for kernel in logits.forward if kernel.op != "gemm"]
-    for size in _parts(rows, chunk_rows(rows, hidden, vocab)):
+    for size in parts_of(rows, chunk_rows(rows, hidden, vocab)):
         loss = Kernel("cross_entropy", act, (size, vocab), "backward", 0.0, 3 * e * size * vocab, "memory_bound")
         forward += [product(1, size, vocab, hidden, "tn", style.wide, act), loss,
                     product(1, size, hidden, vocab, "nn", style.wide, act),
@@ -143,5 +150,6 @@ def chunked_cut(style: Style, rows: int, logits: Operator, loss: Callable[[Style
     return entry, Operator("loss", tuple(forward), tuple(backward), logits.parameters, saved, joint=met)
 
 
-def _parts(rows: int, chunk: int) -> list[int]:
+def parts_of(rows: int, chunk: int) -> list[int]:
+    """Rows of each chunk; the last takes what is left."""
     return [chunk] * (rows // chunk) + ([rows % chunk] if rows % chunk else [])

@@ -57,7 +57,7 @@ class Fsdp:
         self.host_s = plan.stack.host_collective_s
         self.offload = plan.offload
         self.at_once = plan.scenario.training.optimizer_in_backward
-        self.kernels: dict[tuple[str, int, float], Kernel] = {}
+        self.kernels: dict[tuple[str, int, float, int], Kernel] = {}
         self.segments: dict[tuple[str, int, float, int], int] = {}
         self.muon = DistMuon(plan, self.factor, self.routed_factor) if is_muon(plan) else None
         self.outlast: list[Buffer] = []  # what replicas reduced, which is held until backward is through
@@ -337,10 +337,10 @@ class Fsdp:
 
     def copy_kernel(self, name: str, numel: int, width: float, launches: int = 1) -> Kernel:
         """A kernel of FSDP's own over `numel` elements at `width` bytes read and written each, in so many launches."""
-        key = (name, numel, width)
+        key = (name, numel, width, launches)
         if key not in self.kernels:
             kernel = traffic_kernel(name, self.gather_dtype, numel, numel * width)
-            self.kernels[key] = kernel if launches == 1 else replace(kernel, launches=launches)
+            self.kernels[key] = replace(kernel, launches=launches)
         return self.kernels[key]
 
     def copy(self, section: SectionBuilder, name: str, unit: Unit, numel: int, width: float,

@@ -39,9 +39,7 @@ class Narrow:
         if self.compiled and not run.checkpointed:
             run.save(node, weight.pop() if weight else self.once(run, weights))
         run.kind = kind
-        if self.compiled:
-            return [*spare, *weight]
-        if self.keeps_inputs:
+        if self.compiled or self.keeps_inputs:
             return [*spare, *weight]
         run.save(node, run.new(inputs // gathered, self.dtype) if gathered > 1 else spare.pop(), *weight)
         return spare
