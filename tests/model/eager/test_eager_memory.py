@@ -101,6 +101,21 @@ def test_gathered_keys_of_a_spelled_out_product(slices: int) -> None:
     assert run.memory.top == held + (2 + 2 * 4) * KIB + 2 * whole
 
 
+@pytest.mark.parametrize("slices", [1, 4])
+def test_gathered_rows_and_their_gradient_stay_until_the_weights_gradient_is_there(slices: int) -> None:
+    """A slice of x is 4 KiB, whole 16 KiB; the output's gradient has twice that, the weight's 32 KiB. Megatron's
+    total_input, grad_input and sub_grad_input are all there when grad_weight comes."""
+    run, x, _ = started()
+    y = op.linear(run, op.clone(run, op.to(run, x, "fp32")), 64, 128, False, dtype="fp32", gathered=slices)
+    del x
+    y.storage.hand_over()
+    run.memory.mark()
+    held = run.memory.total
+    go_back(run, y)
+    gathered = 2 * 4 * slices * KIB if slices > 1 else 0
+    assert run.memory.top == held + 2 * 4 * slices * KIB + gathered + 4 * KIB + 32 * KIB
+
+
 def test_autocast_keeps_half_copies_and_drops_the_cache() -> None:
     run, x, boundary = started(16 * 64, autocast="bf16")
     y = op.linear(run, x, 64, 128, True, dtype="fp32")

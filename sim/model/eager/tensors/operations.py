@@ -204,7 +204,10 @@ def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool,
     Args:
         dtype: of the weight.
         shared, more: the weight is another product's too, or a third one's (`Weight`).
-        gathered: slices of the sequence the input is gathered from, in forward and again in backward.
+        gathered: slices of the sequence the input is gathered from, in forward and again in backward, which holds it
+            and the whole gradient, whose sum is scattered, until the weight's gradient is there (megatron-core 0.2.0 to
+            0.16.0 tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.backward: total_input,
+            grad_input and sub_grad_input are its local variables).
         narrow: the product runs in a dtype of 8 bits or fewer.
         placeholder: what autograd gets for the weight's gradient is there already (`Style.weight_placeholder`).
         matrices: as many weights as that, each for its share of the rows.
@@ -226,12 +229,12 @@ def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool,
     def rule(run: Run, _: Gradients) -> Gradients:
         spare = [] if narrow is None else narrow.backward(run, rows * features_in, size, rows * features_out, kept)
         again = run.new(rows * features_in, act) if gathered > 1 else None
-        gradient = run.new(rows * features_in, act) if needed else None
+        gradient = every = run.new(rows * features_in, act) if needed else None
         if again is not None and gradient is not None:
             gradient = run.new(rows // gathered * features_in, act)
-        del again
         made: Gradients = [gradient, None if placeholder else run.new(size, act),
                            run.new(features_out, act) if bias else None]
+        del again, every
         spare.clear()
         return made
 
