@@ -28,10 +28,9 @@ _FIFTH = 5
 _SURE = 0.12  # median error up to which a fit to many rows is called sure
 #: Tables that are only compared, (benchmark, family, units): on A100 and Hopper the figures rest on products of the
 #: libraries that the published steps ran with (2021 to 2025), and 8 bits on long loops; aic's are of 2026's libraries.
-#: Attention on A100 as vLLM 0.14 calls it gathers keys from pages and writes to the cache, training's kernel does not;
-#: on B200's family it calls TensorRT-LLM's kernel, where training's is cuDNN's.
+#: Attention on A100 as vLLM 0.14 calls it gathers keys from pages and writes to the cache, training's kernel does not.
 COMPARED = (("aic", "ga100", "half"), ("aic", "ga100", "flash2"), ("aic", "hopper", "half"), ("aic", "hopper", "fp8"),
-            ("aic", "blackwell", "half"), ("aic", "blackwell", "flash2"))
+            ("aic", "blackwell", "half"))
 
 Figures = dict[str, Any]
 #: What is fitted together: kind ("gemm", "memory", "sdp_fwd", "sdp_bwd", "sdp_decode"), family, units of products or

@@ -23,7 +23,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d*)?)([KMGT]?)(?:i?B)?\Z", re.IGNORECASE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 #: Beyond anything that exists; there to catch slips of the keyboard before they take all memory.
 _MOST_BYTES, _MOST_ROWS, _LARGEST_SIDE = 1 << 44, 2000, 10**10
-_KERNELS = ("flash1", "flash2", "flash3", "triton", "efficient")
+_KERNELS = ("flash1", "flash2", "flash3", "trtllm", "triton", "efficient")
 
 #: Options of `kernel` by parameter that only one operator has, and how they are written where that differs.
 _OF_ONE = {"layout": "gemm", "backward": "attention", "full": "attention", "kernel_name": "attention"}

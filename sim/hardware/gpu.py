@@ -33,6 +33,10 @@ class NVLink:
     bridge_pairs_only: bool = False
 
 
+#: Fields of the catalogue that few GPUs have.
+_OPTIONAL = {"tensor_clock_mhz", "reached_mhz", "kernel_figures", "calibration", "exponentials"}
+
+
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU as a rank sees it. Bandwidths in bytes/s, sizes in bytes, `tflops` = dense peak in 1e12 FLOP/s by dtype.
@@ -45,6 +49,7 @@ class Gpu:
         pcie: generation and lanes, a key of the catalogue's `copies`.
         power_limit_w: what it may draw on average; `design_power_w` is the datasheet's.
         kernel_figures: figures of this GPU's own calibration that replace its family's (nested as in `kernels.yaml`).
+        exponentials: per clock and SM, over those of its family's first chip: what a fused softmax waits for.
         confidence: high (figures and kernels measured on this GPU), medium or low.
         unverified: figures that no opened source shows.
     """
@@ -70,6 +75,7 @@ class Gpu:
     unverified: tuple[str, ...] = ()
     kernel_figures: Mapping[str, Any] = field(default_factory=dict, hash=False)
     reached_mhz: float = 0.0
+    exponentials: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.reached_mhz:
@@ -189,11 +195,10 @@ def _inline(mapping: Mapping[str, Any]) -> Gpu:
     entries = table(_CATALOGUE)["gpus"]
     base: dict[str, Any] = dict(entries[canonical_gpu(str(mapping["like"]))]) if "like" in mapping else {}
     fields = {key: value for key, value in mapping.items() if key not in ("like", "name")}
-    known = set(next(iter(entries.values()))) | {"tensor_clock_mhz", "reached_mhz", "kernel_figures", "calibration"}
+    known = set(next(iter(entries.values()))) | _OPTIONAL
     faults = [Fault(f"no such field of a GPU: '{key}'", "cluster.topology.gpu", hint=nearest(key, known))
               for key in fields if key not in known]
-    optional = {"sources", "unverified", "confidence", "tensor_clock_mhz", "reached_mhz", "nvlink",
-                "usable_memory_gib", "kernel_figures", "calibration"}
+    optional = _OPTIONAL | {"sources", "unverified", "confidence", "nvlink", "usable_memory_gib"}
     missing = sorted(known - optional - set(base) - set(fields))
     if missing:
         faults.append(Fault(f"an inline GPU needs {', '.join(missing)}", "cluster.topology.gpu",
@@ -237,4 +242,5 @@ def _build(name: str, entry: Mapping[str, Any]) -> Gpu:
         unverified=tuple(entry.get("unverified", ())),
         kernel_figures=entry.get("kernel_figures", {}),
         reached_mhz=float(entry.get("reached_mhz", 0.0)),
+        exponentials=float(entry.get("exponentials", 1.0)),
     )

@@ -55,7 +55,7 @@ class Stack:
         stage_outputs: micro-batches whose logits, in fp32, the last stage holds on to, a single stage too.
         early_stop: recomputation stops at a block's last saved tensor.
         reentrant: checkpoints are torch's reentrant ones, without early stop, unless FSDP wraps the model.
-        attention_kernel: implementation behind `attention: flash`: flash1, flash2, flash3 or triton.
+        attention_kernel: implementation behind `attention: flash`: flash1 to flash3, trtllm (engines) or triton.
         fixed_order: its backward adds the queries' gradient up in a fixed order.
         names_algorithm: a deterministic run has to name NCCL's algorithm.
         fills: new tensors that are filled before a kernel writes them: none, own (ATen's, of operators that are not

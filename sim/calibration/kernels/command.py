@@ -78,7 +78,7 @@ def kernel_command(gpu_name: str | dict[str, Any] | Path, op: str, shape: Sequen
         shape: integers, or text such as "4096,4096,4096" or "4096x4096x4096"; by operator: gemm m,n,k or batch,m,n,k;
             attention batch,heads,kv_heads,queries,keys,head_dim; optimizer parameters; row-wise rows,cols.
         layout: of a product: tn forward, nn data gradient, nt weight gradient.
-        backward, causal, kernel: of attention; `kernel` = flash1, flash2, flash3, triton.
+        backward, causal, kernel: of attention; `kernel` = flash1, flash2, flash3, trtllm, triton, efficient.
 
     Raises:
         UserError: unknown GPU, operator or dtype, or a shape that does not fit the operator.

@@ -22,8 +22,9 @@ UNITS = {
 
 #: Where a kernel of this name was not built for a GPU, what runs in its place.
 #: `efficient` is PyTorch's memory-efficient kernel (CUTLASS), which takes a bias; about as fast as the first flash
-#: kernels (Dao, FlashAttention-2, 2023, figure 4).
-_REPLACEMENT = {"flash3": "flash2", "flash2": "flash1", "triton": "flash1", "efficient": "flash1", "flash1": "flash2"}
+#: kernels (Dao, FlashAttention-2, 2023, figure 4). `trtllm`: TensorRT-LLM's for Blackwell, which others call too.
+_REPLACEMENT = {"trtllm": "flash3", "flash3": "flash2", "flash2": "flash1", "triton": "flash1", "efficient": "flash1",
+                "flash1": "flash2"}
 
 #: How forward blocks show: a kernel's own where it was measured, else its family's.
 _OWN_BLOCKS = ("longest_share", "balance", "block_start_s")
@@ -201,6 +202,9 @@ class Rates:
     def attention(self, kernel: str, dtype: str, head_dim: int, backward: bool) -> AttentionRates:
         """Figures of a fused attention kernel; a head dimension between two listed ones takes the nearest.
 
+        Forward, a score costs one exponential and four FLOPs an element of its head: where exponentials come twice as
+        fast, heads are fed like those twice as wide (TensorRT-LLM's kernel: 128 on GB300 runs as 256 on B200).
+
         Args:
             kernel: its name, with `FIXED_ORDER` behind where backward adds up in a fixed order. How it does so is
                 `fixed_order` of its figures: "split", or a share of its rate; kernels without it do so anyway.
@@ -208,13 +212,15 @@ class Rates:
         family = self._family["attention"]
         figures = family[self._attention_kernel(kernel)]
         listed = {dim: value for dim, value in figures.items() if isinstance(dim, int)}
-        share = listed[min(listed, key=lambda dim: (abs(dim - head_dim), dim))][int(backward)]
+        fed = head_dim * (1.0 if backward else self._gpu.exponentials)
+        share = listed[min(listed, key=lambda dim: (abs(dim - fed), dim))][int(backward)]
         blocks = family["blocks"] | {name: figures[name] for name in _OWN_BLOCKS if name in figures}
+        rows = figures.get("block_rows", blocks["rows"])
         order = figures.get("fixed_order", 1.0) if backward and kernel.endswith(FIXED_ORDER) else 1.0
         return AttentionRates(
             flops_per_s=self._gpu.reached_flops(dtype) * float(share) * (1.0 if order == "split" else float(order)),
             split=order == "split",
-            block_rows=int(blocks["rows"][0 if not backward else 1 if head_dim <= _WIDE_HEAD else 2]),
+            block_rows=int(rows[0 if not backward else 1 if head_dim <= _WIDE_HEAD else 2]),
             block_start_s=float(blocks.get("block_start_s", 0.0)),
             longest_share=float(blocks["longest_share"]),
             balance=float(blocks["balance"]),

@@ -53,3 +53,20 @@ def test_backward_is_as_before_where_forward_was_measured() -> None:
                                       (ada, "flash2", 256, 0.588)):
         peak = (gpu("h100-80g-sxm") if rates is hopper else gpu("l40s")).reached_flops("bf16")
         assert rates.attention(kernel, "bf16", dim, True).flops_per_s == pytest.approx(share * peak)
+
+
+def test_exponentials_twice_as_fast_feed_a_head_as_one_twice_as_wide() -> None:
+    """Of the forward pass alone: B300 and GB300, whose units for exponentials are twice B200's."""
+    twice, once = Rates(gpu("b300")), Rates(gpu("b200"))
+    assert twice.attention("trtllm", "bf16", 128, False).flops_per_s == pytest.approx(
+        once.attention("trtllm", "bf16", 256, False).flops_per_s)
+    for kernel in ("trtllm", "flash2"):
+        assert twice.attention(kernel, "bf16", 128, True).flops_per_s == pytest.approx(
+            once.attention(kernel, "bf16", 128, True).flops_per_s)
+
+
+def test_where_an_engines_kernel_was_not_built_its_other_one_runs() -> None:
+    for card, kernel in (("h100-80g-sxm", "flash3"), ("a100-80g-sxm", "flash2")):
+        rates = Rates(gpu(card))
+        assert rates.attention("trtllm", "bf16", 128, False) == rates.attention(kernel, "bf16", 128, False)
+    assert Rates(gpu("b200")).attention("trtllm", "bf16", 128, False).block_rows == 128
