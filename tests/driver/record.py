@@ -42,7 +42,7 @@ def drawn_rank(random_: random.Random) -> dict[str, Any]:
     virtual = one(None, 2) if pipeline > 1 else None
     heads = one(16, 32)
     return {"hidden": heads * one(64, 96, 128), "heads": heads, "layers": pipeline * (virtual or 1) * one(2, 3, 4),
-            "vocab": one(32000, 51200), "batch": one(1, 2, 4), "sequence": one(1024, 2048),
+            "vocab": one(32768, 51200), "batch": one(1, 2, 4), "sequence": one(1024, 2048),
             "recompute": one("none", "none", "selective", "full"), "dropout": one(0.0, 0.1),
             "precision": one("bf16", "fp16"),
             "tensor": tensor, "pipeline": pipeline, "virtual": virtual, "world": tensor * pipeline * data,
