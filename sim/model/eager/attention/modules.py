@@ -293,7 +293,7 @@ def _softmax(run: Run, style: Style, weights: Tensor, dtype: str, bias: Tensor |
             weights = _biased(run, weights, bias)
         # Megatron's kernel: "backward pass is completely in-place" (scaled_upper_triang_masked_softmax_cuda.cu and
         # scaled_masked_softmax_cuda.cu, read as colossalai 0.2.8 has them)
-        own = style.modules == "megatron" and style.stack.fused_softmax
+        own = style.modules == "megatron" and style.stack.fused_softmax and style.act != "fp32"
         weights = op.to(run, op.softmax(run, weights, soft, own), weights.dtype)
     elif style.modules == "plain" and style.causal and bias is None:
         weights = op.scale(run, weights)
