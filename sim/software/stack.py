@@ -107,8 +107,8 @@ class Stack:
             they lie: values beside keys that positions have turned, both of grouped heads.
         heads_in_place: attention reads queries, keys and values as one product laid them out, head by head, and writes
             their gradients so, where cuDNN's kernel runs (compute capability 9.0 and later); flash-attn's gets copies.
-        fused_permutation: tokens are copied to their experts and added up again by one kernel each, and the experts'
-            scores weigh the activation instead of the output.
+        fused_permutation: one kernel each copies tokens to their experts and adds them up; scores weigh the activation.
+        permutation_kept: what puts rows back in order keeps what it is given, and sorts where experts are not spread.
         router_launches, router_backward_launches: kernels on the scores of all experts, and on what is counted of the
             choice, in eager code; few bytes each.
         pads_rows: rows of experts whose products are narrow are copied to as many as such products take, and back.
@@ -183,8 +183,7 @@ class Stack:
         tensor_overlap: the reduction of a column-cut product's input gradient runs beside its weight gradient.
         tensor_pieces: how async tensor parallelism reduces a product's sums: ring (rank by rank) or quarters (of it).
         tensor_margin_sms: SMs that a product reduced in quarters leaves to the reductions.
-        pipeline_split: what stages get alike where the scenario does not say: blocks (their number) or cost (weights
-            of blocks and head).
+        pipeline_split: what stages get alike unless the scenario says: blocks (their number) or cost (blocks and head).
         pipeline_p2p: how stages pass tensors on unless overlap is asked for: synchronised (batched, then the host
             waits for the GPU), in turn (as well, but transfer by transfer), stream (the next kernels wait, the host
             does not).
@@ -309,6 +308,7 @@ class Stack:
     copied_values: bool
     heads_in_place: bool
     fused_permutation: bool
+    permutation_kept: bool
     router_launches: int
     router_backward_launches: int
     pads_rows: bool
