@@ -52,13 +52,14 @@ class Joint(NamedTuple):
 
     Attributes:
         kind: column (every slice reads the same whole input, and makes a partial sum of its gradient), row (the output
-            is a partial sum over the slices); read and sum: the same where activations are never scattered; columns
-            (every slice has made some columns of the input, which all read), whole (so too, but each goes on with its
-            own, and the gradient's columns come together as well), restored (the same as columns of what goes back into
-            the stream, so that its gradient comes from there); vocabulary_loss (per-token scalars of vocabulary
-            slices), ring, rotate, gather (keys and values of the other slices of the sequence: one after another, all
-            at once beside a rank's own, or before everything), heads (a slice's tokens of all heads become all tokens
-            of some heads, or the other way round), dispatch, combine (tokens travel to their experts and back).
+            is a partial sum over the slices), summed (so too, but whole on every slice before each takes its tokens);
+            read and sum: column and row where activations are never scattered; columns (every slice has made some
+            columns of the input, which all read), whole (so too, but each goes on with its own, and the gradient's
+            columns come together as well), restored (the same as columns of what goes back into the stream, so that
+            its gradient comes from there); vocabulary_loss (per-token scalars of vocabulary slices), ring, rotate,
+            gather (keys and values of the other slices of the sequence: one after another, all at once beside a rank's
+            own, or before everything), heads (a slice's tokens of all heads become all tokens of some heads, or the
+            other way round), dispatch, combine (tokens travel to their experts and back).
         elements: of the tensor in question, whole over the slices of the width.
         dtype: of that tensor.
         gathered: dtype in which it is gathered, where it is cast before; default as it is.

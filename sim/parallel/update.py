@@ -46,7 +46,7 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
     if offload.moves_optimizer and not offload.hybrid:
         return offload.update(section, numel, tensors, _met(plan, section, joins), back_bytes)
     if plan.scenario.training.optimizer != "none":
-        joins = _prepared(plan, section, numel, tensors, joins)
+        joins = _prepared(plan, section, numel, tensors, joins, ranks)
         joins = _clipped(plan, section, clipped or numel, tensors, joins, ranks)
     if share is not None:
         return _orthogonalised(plan, section, share, joins, muon)
@@ -68,16 +68,33 @@ def _clips(plan: Plan) -> bool:
     return plan.stack.clip_gradients and plan.scenario.training.optimizer != "none"
 
 
-def _prepared(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins: Sequence[int]) -> Sequence[int]:
-    """Passes that make gradients fit to be clipped; returns the streams that are still to be joined."""
+def _prepared(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins: Sequence[int],
+              ranks: str | None) -> Sequence[int]:
+    """Passes that make gradients fit to be clipped; returns the streams that are still to be joined. Where one looks
+    them through, all ranks agree on what it found (megatron-core 0.8.0 optimizer/optimizer.py,
+    _unscale_main_grads_and_check_for_nan: all_reduce MAX, item)."""
     if sums_in_master(plan):
         return joins
     kernels = gradient_kernels(numel, tensors, plan.scenario.training.precision, plan.stack.unscaling, _clips(plan))
     if not kernels:
         return joins
     label = Label("optimizer", "optimizer", "main gradients")
-    section.kernels(COMPUTE, plan.compute.own(kernels), label, joins=joins)
+    task = section.kernels(COMPUTE, plan.compute.own(kernels), label, joins=joins)
+    if plan.stack.unscaling == "apart" and plan.scenario.training.precision.compute == "fp16":
+        _agreed(plan, section, task, label, ranks)
     return ()
+
+
+def _agreed(plan: Plan, section: SectionBuilder, task: int, label: Label, ranks: str | None) -> int:
+    """A number that ranks reduce, behind `task`; where Megatron's buffers are, the host reads it (clip_grads.py,
+    get_grad_norm_fp32: item)."""
+    for group in (*(() if ranks is None else (ranks,)), *plan.norm_groups):
+        if len(plan.groups[group][0]) > 1:
+            call = collective(plan, "all_reduce", 4, "fp32", group)
+            task = section.collective(1, call, plan.stack.host_collective_s, label, waits=(task,))
+    if plan.stack.gradient_path == "grad_buffer":
+        section.host(plan.stack.host_read_s, label, waits=(task,))
+    return task
 
 
 def _clipped(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins: Sequence[int],
@@ -89,10 +106,7 @@ def _clipped(plan: Plan, section: SectionBuilder, numel: int, tensors: int, join
     norm, scale = clip_kernels(numel, tensors, dtype, _implementation(plan))
     label = Label("optimizer", "optimizer", "gradient norm")
     task = section.kernels(COMPUTE, plan.compute.own((norm,)), label, joins=joins)
-    for group in (*(() if ranks is None else (ranks,)), *plan.norm_groups):
-        if len(plan.groups[group][0]) > 1:
-            call = collective(plan, "all_reduce", 4, "fp32", group)
-            task = section.collective(1, call, plan.stack.host_collective_s, label, waits=(task,))
+    task = _agreed(plan, section, task, label, ranks)
     section.kernels(COMPUTE, plan.compute.own((scale,)), Label("optimizer", "optimizer", "clip"), waits=(task,))
     return ()
 

@@ -85,8 +85,7 @@ class Stack:
         complex_rope: plain decoders turn queries and keys as complex numbers in fp32.
         fused_latent_rope: latent attention's queries are turned in place, and its keys and values written whole, by a
             kernel each.
-        fused_models: whose modules have those kernels of norms, rotary positions and MLPs: every model's, or rmsnorm
-            (decoders with RMSNorm alone).
+        fused_models: whose modules have those of norms, rotary positions and MLPs: every, or rmsnorm (decoders of it).
         fused_in_place: they write over what they read: rotary positions over queries and keys, gradients of gate and up
             over what was kept of these, a norm's gradient over its output's.
         norm_kernel: two_pass (backward reads its inputs again for the weight gradients), persistent (a row is read once
@@ -108,8 +107,8 @@ class Stack:
             they lie: values beside keys that positions have turned, both of grouped heads.
         heads_in_place: attention reads queries, keys and values as one product laid them out, head by head, and writes
             their gradients so, where cuDNN's kernel runs (compute capability 9.0 and later); flash-attn's gets copies.
-        fused_permutation: tokens are copied to their experts and added up again by one kernel each, and the experts'
-            scores weigh the activation instead of the output.
+        fused_permutation: one kernel each copies tokens to their experts and adds them up; scores weigh the activation.
+        permutation_kept: what puts rows back in order keeps what it is given, and sorts where experts are not spread.
         router_launches, router_backward_launches: kernels on the scores of all experts, and on what is counted of the
             choice, in eager code; few bytes each.
         pads_rows: rows of experts whose products are narrow are copied to as many as such products take, and back.
@@ -165,8 +164,7 @@ class Stack:
         cpu_optimizer: an optimizer on the CPU: fused (one vectorised pass) or loop (a pass over memory per operator).
         cpu_fuses: it is fused there too where the scenario asks for fused kernels.
         cpu_threads: threads of one rank's optimizer on the CPU; 0 = the ranks of a node share its cores.
-        hybrid_offload: an optimizer on the CPU takes whole gradients once their norm is known, and maybe only a part of
-            them (Megatron's HybridDeviceOptimizer).
+        hybrid_offload: an optimizer on the CPU takes gradients once their norm is known, maybe of a part (Megatron).
         offload_streams: saved tensors go to the host and back on streams of their own, prefetched; else in line.
         narrow_keeps_inputs: linear layers in fp8 and below keep their inputs and quantise again in backward; else they
             keep the narrow copies of inputs and weights.
@@ -181,11 +179,11 @@ class Stack:
         gathers_single: a gathered single sequence is copied too, though it is in one piece.
         gathered_inputs_kept: a column-cut product keeps its input as gathered along the sequence; else its own share,
             gathered again in backward.
+        shared_buffer: who gathers so into one buffer that stays, and has scores there: none, head or layers (and head).
         tensor_overlap: the reduction of a column-cut product's input gradient runs beside its weight gradient.
         tensor_pieces: how async tensor parallelism reduces a product's sums: ring (rank by rank) or quarters (of it).
         tensor_margin_sms: SMs that a product reduced in quarters leaves to the reductions.
-        pipeline_split: what stages get alike where the scenario does not say: blocks (their number) or cost (weights
-            of blocks and head).
+        pipeline_split: what stages get alike unless the scenario says: blocks (their number) or cost (blocks and head).
         pipeline_p2p: how stages pass tensors on unless overlap is asked for: synchronised (batched, then the host
             waits for the GPU), in turn (as well, but transfer by transfer), stream (the next kernels wait, the host
             does not).
@@ -310,6 +308,7 @@ class Stack:
     copied_values: bool
     heads_in_place: bool
     fused_permutation: bool
+    permutation_kept: bool
     router_launches: int
     router_backward_launches: int
     pads_rows: bool
@@ -366,6 +365,7 @@ class Stack:
     sequence_first: bool
     gathers_single: bool
     gathered_inputs_kept: bool
+    shared_buffer: str
     tensor_overlap: bool
     tensor_pieces: str
     tensor_margin_sms: int

@@ -5,9 +5,11 @@ from __future__ import annotations
 from sim.model.architecture import Layer
 from sim.model.eager.estimate import estimate
 from sim.model.eager.profile import NOTHING, Levels, Pass, Profile, profile
+from sim.model.eager.shared_buffer import shared_buffer
 from sim.model.eager.tensors.storage import KINDS, rounded
 
-__all__ = ["KINDS", "NOTHING", "Levels", "Pass", "Profile", "layer_profile", "profile", "rounded"]
+__all__ = ["KINDS", "NOTHING", "Levels", "Pass", "Profile", "layer_profile", "profile", "rounded",
+           "shared_buffer"]
 
 
 def layer_profile(layer: Layer, policy: str, keep_gradients: bool, caches_casts: bool = True) -> Profile:

@@ -94,12 +94,15 @@ def _sent(run: Run, style: Style, x: Tensor, elements: int) -> Tensor:
     return Tensor(run.new(elements, dtype), elements, dtype, node.output())
 
 
-def _moved(run: Run, x: Tensor, moves: bool) -> Tensor:
-    """Rows in another order, and their gradient: copies both."""
+def _moved(run: Run, x: Tensor, moves: bool, keeps: bool = False) -> Tensor:
+    """Rows in another order, and their gradient: copies both. `index_copy_` keeps what it copies, for its shape's sake
+    (derivatives.yaml: `grad.index_select(dim, index).expand_as(source)`)."""
     if not moves:
         return x
     elements, dtype = x.elements, x.dtype
     node = run.node(lambda run, _: [run.new(elements, dtype)], (x.sink,))
+    if keeps:
+        run.save(node, x.storage)
     return Tensor(run.new(elements, dtype), elements, dtype, node.output())
 
 
@@ -176,13 +179,15 @@ def _grouped(run: Run, style: Style, spread: Style, x: Tensor, scores: Tensor, *
     moves = sorts(style, made)
     arrived = _moved(run, _whole(run, spread, own), moves)
     del own
-    out = _moved(run, _one(run, spread, arrived, made.held, again=again), moves)
+    kept = style.stack.permutation_kept
+    out = _moved(run, _one(run, spread, arrived, made.held, again=again), moves, kept)
     del arrived
     run.at("combine")
-    out = _sent(run, style, out, leaving * style.hidden)
+    out = _moved(run, _sent(run, style, out, leaving * style.hidden), kept, kept)
     if not style.stack.fused_permutation:
         out = _weighted(run, out, scores, leaving)
-    node = run.node(lambda run, _: [run.new(leaving * style.hidden, act)], (out.sink,))
+    # behind what is put back in the tokens' order stands a sum, whose gradient is a view
+    node = run.node(lambda run, g: [g[0] if kept else run.new(leaving * style.hidden, act)], (out.sink,))
     run.save(node, which)
     return Tensor(run.new(whole, act), whole, act, node.output())
 

@@ -53,7 +53,8 @@ def _predicted(run: Run, style: Style, x: Tensor, depth: int = 0) -> Tensor:
         logits = tuned.linear(run, style, x, style.hidden, (("head", style.vocab),), slices)
     else:
         logits = op.linear(run, x, style.hidden, style.vocab, False, dtype=style.weight,
-                           shared=style.tied or style.further > 0, more=0 < depth < style.further, gathered=slices)
+                           shared=style.tied or style.further > 0, more=0 < depth < style.further, gathered=slices,
+                           lasting=style.stack.shared_buffer != "none")
     logits = _bounded(run, style, logits)
     if style.modules != "transformers":
         del x  # Hugging Face's model output holds it until the loss is there

@@ -24,7 +24,8 @@ def linear(run: Run, style: Style, x: Tensor, features_in: int, parts: tuned.Par
         return tuned.linear(run, style, x, features_in, parts, gathered, matrices)
     features_out = sum(width for _, width in parts)
     return op.linear(run, x, features_in, features_out, style.bias, dtype=style.weight, bias_last=style.conv1d,
-                     gathered=gathered, narrow=narrow(style), placeholder=style.weight_placeholder, matrices=matrices)
+                     gathered=gathered, narrow=narrow(style), placeholder=style.weight_placeholder, matrices=matrices,
+                     lasting=style.stack.shared_buffer == "layers")
 
 
 def router(run: Run, style: Style, x: Tensor, experts: int) -> Tensor:

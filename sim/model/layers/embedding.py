@@ -49,8 +49,15 @@ def lookup(style: Style, table: Parameter) -> Operator:
     if style.main_grad and (not style.tied or style.stack.gradient_accumulation_fusion):
         # no product adds into the buffer here; a tied head that adds for itself has added for both
         backward.append(elementwise("main_grad_add", table.numel, e + 2 * width(style.gradient), style.gradient))
-    cut = joint(style, "row", rows * cols, narrow=False)
+    cut = joint(style, _sum_of(style), rows * cols, narrow=False)
     return Operator("embedding", (forward,), tuple(backward), (table,), joint=cut)
+
+
+def _sum_of(style: Style) -> str:
+    """Which joint the ranks' shares of the lookup have: Megatron adds learned positions to whole sums, and cuts these
+    along the sequence afterwards (megatron-core 0.8.0 to 0.15.0 models/common/embeddings/language_model_embedding.py,
+    reduce_scatter_embeddings, which before was not there; run on the driver that does nothing)."""
+    return "summed" if style.modules == "megatron" and style.positions == "learned" else "row"
 
 
 def position_lookup(style: Style, positions: Parameter) -> Operator:

@@ -131,7 +131,8 @@ def pads(spread: Style) -> bool:
 def sorts(style: Style, experts: Experts) -> bool:
     """Whether rows that have come from other ranks are sorted by expert (Megatron-LM `moe/token_dispatcher.py`,
     MoEAlltoAllTokenDispatcher: sort_chunks_by_idxs where a rank has several; torchtitan models/moe likewise)."""
-    return style.expert > 1 and experts.held > 1 and not style.stack.dispatch_once and not style.takes_turns
+    spread = style.expert > 1 or style.stack.permutation_kept
+    return spread and experts.held > 1 and not style.stack.dispatch_once and not style.takes_turns
 
 
 def _dispatch(style: Style, experts: Experts, source: str) -> Operator:
@@ -158,11 +159,12 @@ def _combine(style: Style, experts: Experts) -> Operator:
         one = e + e / experts.top_k
         return Operator("combine", (elementwise("combine", elements, one, style.act),),
                         (elementwise("combine_backward", elements, one, style.act),), joint=travels)
-    launches = _LOOP_LAUNCHES * loop(style, experts)
-    forward = strided(style, elementwise("combine", elements, 4 * e + e / experts.top_k, style.act, launches),
-                      1.0 + _ADDED)
+    launches, kept = _LOOP_LAUNCHES * loop(style, experts), style.stack.permutation_kept and not style.takes_turns
+    moved = (6 if kept else 4) * e + e / experts.top_k  # zeros and a copy into them, before rows are weighed and summed
+    forward = strided(style, elementwise("combine", elements, moved, style.act, launches), 1.0 + _ADDED)
     backward = strided(style, elementwise("combine_backward", elements, 5 * e, style.act, launches), 1.0 + _PICKED)
-    names = ("expert_outputs", "weighted_outputs") if style.takes_turns else ("expert_outputs",)
+    names = ["expert_outputs", *["weighted_outputs"] * style.takes_turns, *["returned_outputs"] * kept,
+             *["sorted_outputs"] * (kept and experts.held > 1)]
     return Operator("combine", (forward,), (backward,), joint=travels,
                     saved=tuple(Tensor(name, elements, style.act) for name in names))
 

@@ -22,6 +22,7 @@ from sim.parallel.data.gathers import Gathers
 from sim.parallel.data.held import Held
 from sim.parallel.data.partition import gather_parameters, look_through
 from sim.parallel.data.reductions import Reduction, sums_wide
+from sim.parallel.data.sequence_sums import sum_over_sequence
 from sim.parallel.muon import gather_dealt, is_muon, shares
 from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, narrow_weights
 from sim.parallel.update import sums_in_master, update, update_in_backward
@@ -278,6 +279,7 @@ class Bucketed(Held):
         if self.at_once:
             narrow_weights(self.plan, section)
             return
+        sum_over_sequence(self.plan, section)
         architecture = self.plan.architecture
         tensors = sum(len(layer.parameters) for layer in architecture.stack)
         numel = self.plan.share(self.reduction.shards > 1)
@@ -293,8 +295,10 @@ class Bucketed(Held):
             look_through(section, min(largest, numel))
             section.allocate("flattened gradients", flat, "workspace")
         whole = self.reduction.shards == 1 and not split  # tensors as the model has them
+        # of a part each, the norm is all ranks' (megatron-core 0.8.0 optimizer/clip_grads.py, get_grad_norm_fp32)
+        parted = split or self.reduction.dealt or (self.reduction.shards > 1 and not self.reduction.norm_of_all)
         task = update(self.plan, section, numel, 1 if split else tensors, (NCCL,) if self.reduces else (),
-                      "data" if split or self.reduction.dealt else None, 0 if split else min(largest, numel),
+                      "data" if parted else None, 0 if split else min(largest, numel),
                       self.offload.state_widths()["gradients"],
                       architecture.parameters if self.reduction.norm_of_all else 0,
                       [p.numel for layer in architecture.stack for p in layer.parameters] if whole else (), shared)

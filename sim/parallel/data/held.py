@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
+from sim.model.eager import shared_buffer
 from sim.parallel.construction import (
     APART,
     FLATTENED,
@@ -95,6 +96,8 @@ class Held:
         self.plan.resident("stage outputs", sum(outputs), "logits", outputs)
         placeholders = weight_placeholders(stack)
         self.plan.resident("weight placeholders", sum(placeholders), "workspace", placeholders)
+        buffer = shared_buffer(layer.program for layer in stack if layer.program is not None)
+        self.plan.resident("shared buffer", buffer, "workspace")
 
     def kept(self, each: list[int], part: int) -> list[int]:
         """Elements of each tensor of the master copy and of an optimizer state."""

@@ -124,7 +124,7 @@ def _parted(joint: Joint, style: Style, sums: bool = False) -> Items:
 
 def _row_forward(calls: Calls, joint: Joint, own: tuple[Kernel, ...], style: Style) -> Items:
     """g: the partial sums of all slices are added up right behind the product."""
-    kind = "reduce_scatter" if style.sequence else "all_reduce"
+    kind = "reduce_scatter" if style.sequence and joint.kind != "summed" else "all_reduce"
     last = max((i for i, k in enumerate(own) if k.op in ("gemm", "embedding")), default=len(own) - 1)
     if style.pipelined and own[last].op == "gemm":
         return (*own[:last], *_pieces(calls, joint, kind, own[last], style), *own[last + 1:])

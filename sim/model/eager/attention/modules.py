@@ -81,6 +81,11 @@ def attended(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, 
     return core(run, style, query, key, value, bias, variables)
 
 
+def spelled_out(style: Style) -> bool:
+    """Whether scores are a tensor that softmax reads."""
+    return _core(within(style)) is _eager
+
+
 def _core(style: Style) -> Callable[..., Tensor]:
     return _flash if uses_flash(style) else in_math_run if in_math(style) else _eager
 
@@ -286,7 +291,10 @@ def _softmax(run: Run, style: Style, weights: Tensor, dtype: str, bias: Tensor |
     if style.stack.fused_softmax or style.stack.compile:
         if bias is not None:
             weights = _biased(run, weights, bias)
-        weights = op.to(run, op.softmax(run, weights, soft), weights.dtype)
+        # Megatron's kernel: "backward pass is completely in-place" (scaled_upper_triang_masked_softmax_cuda.cu and
+        # scaled_masked_softmax_cuda.cu, read as colossalai 0.2.8 has them)
+        own = style.modules == "megatron" and style.stack.fused_softmax and style.act != "fp32"
+        weights = op.to(run, op.softmax(run, weights, soft, own), weights.dtype)
     elif style.modules == "plain" and style.causal and bias is None:
         weights = op.scale(run, weights)
         mask = run.new(style.sequence**2, "int8")  # tril

@@ -198,7 +198,7 @@ def weight_copy(run: Run, weight: Weight) -> tuple[Storage | None, Sink | None]:
 
 def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool, *, dtype: str, shared: bool = False,
            more: bool = False, bias_last: bool = False, gathered: int = 1, narrow: Narrow | None = None,
-           placeholder: bool = False, matrices: int = 1, sink: Sink | None = None) -> Tensor:
+           placeholder: bool = False, matrices: int = 1, sink: Sink | None = None, lasting: bool = False) -> Tensor:
     """`F.linear`, or Conv1D's `addmm` (`bias_last`: the order of autocast's casts, which is the reverse).
 
     Args:
@@ -212,6 +212,7 @@ def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool,
         placeholder: what autograd gets for the weight's gradient is there already (`Style.weight_placeholder`).
         matrices: as many weights as that, each for its share of the rows.
         sink: where the weight's gradient goes, if other products have a share in it.
+        lasting: what is gathered goes into a buffer that is there anyway (`eager.shared_buffer`).
     """
     size = matrices * features_in * features_out
     weight = Weight(size, dtype, shared, more)
@@ -224,13 +225,14 @@ def linear(run: Run, x: Tensor, features_in: int, features_out: int, bias: bool,
         copy_bias = weight_copy(run, Weight(features_out, dtype))
     rows, needed, act = gathered * x.elements // features_in, x.sink is not None, x.dtype
     kept = not run.checkpointed
-    whole = run.new(rows * features_in, act) if gathered > 1 else None
+    made_anew = gathered > 1 and not lasting
+    whole = run.new(rows * features_in, act) if made_anew else None
 
     def rule(run: Run, _: Gradients) -> Gradients:
         spare = [] if narrow is None else narrow.backward(run, rows * features_in, size, rows * features_out, kept)
-        again = run.new(rows * features_in, act) if gathered > 1 else None
+        again = run.new(rows * features_in, act) if made_anew else None
         gradient = every = run.new(rows * features_in, act) if needed else None
-        if again is not None and gradient is not None:
+        if gathered > 1 and gradient is not None:
             gradient = run.new(rows // gathered * features_in, act)
         made: Gradients = [gradient, None if placeholder else run.new(size, act),
                            run.new(features_out, act) if bias else None]
@@ -309,9 +311,15 @@ def matmul(run: Run, x: Tensor, y: Tensor, elements: int, gathered: int = 1) -> 
     return result
 
 
-def softmax(run: Run, x: Tensor, dtype: str) -> Tensor:
-    """Softmax (or log-softmax) in `dtype`; keeps its output."""
-    return unary(run, to(run, x, dtype), saves_output=True)
+def softmax(run: Run, x: Tensor, dtype: str, in_place: bool = False) -> Tensor:
+    """Softmax (or log-softmax) in `dtype`; keeps its output; its gradient may go where its output's is (`in_place`)."""
+    x = to(run, x, dtype)
+    if not in_place:
+        return unary(run, x, saves_output=True)
+    node = run.node(lambda _, g: [g[0]], (x.sink,))
+    out = _result(run, node, x.elements, dtype)
+    run.save(node, out.storage)
+    return out
 
 
 def expanded(run: Run, x: Tensor, copies: int) -> Tensor:
