@@ -194,6 +194,8 @@ class Run:
         self.cache: list[Storage] = []  # autocast's weight copies
         self.held: list[object] = []  # by the model's forward, until the head
         self.retained: list[object] = []  # until this layer's backward
+        self.arriving: set[int] = set()  # storages that NCCL or ATen allocates, by number
+        self.nameless: set[int] = set()  # of those, what a compiled graph has no name for
         self._saving: Frame | None = None
         self._restoring: Frame | None = None
         self._running: Node | None = None
@@ -211,6 +213,12 @@ class Run:
     def new(self, elements: int, dtype: str) -> Storage:
         """A storage of the current kind."""
         return Storage(self.memory, rounded(elements, dtype), self.kind)
+
+    def arrived(self, elements: int, dtype: str, *, named: bool = True) -> Storage:
+        """A storage that no compiled code allocates (`planned.py`)."""
+        storage = self.new(elements, dtype)
+        (self.arriving if named else self.nameless).add(storage.number)
+        return storage
 
     def tensor(self, elements: int, dtype: str, sink: Sink | None = None) -> Tensor:
         """A tensor with a new storage."""
