@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sim.model.architecture import Joint, Operator, Parameter, Tensor
+from sim.model.compiled import compiles_loss
 from sim.model.padded import padded, pads
 from sim.model.style import Style
 from sim.work import DTYPE_BYTES, Kernel
@@ -203,7 +204,7 @@ def _padded(style: Style, rows: int, features_in: int, features_out: int, forwar
     if features_in % multiple:
         made.insert(0, elementwise("input_padding", rows * features_in, act, style.act, 0))
     if features_out % multiple:
-        passes = 1 if style.stack.loss_compiled else 3
+        passes = 1 if compiles_loss(style) else 3
         back.insert(0, elementwise("gradient_padding", rows * features_out, passes * act, style.act, passes // 3))
     return made, back
 

@@ -227,11 +227,6 @@ class Style:
         return self.block_norms != "input"
 
     @property
-    def splits_loss(self) -> bool:
-        """Whether PyTorch's own loss runs on logits whose vocabulary is cut over tensor ranks, step by step."""
-        return self.tensor > 1 and self.stack.loss == "plain" and not self.stack.loss_compiled
-
-    @property
     def widens_logits(self) -> bool:
         """Whether logits are cast to fp32 before the loss: Hugging Face's decoders do, and what the stack says."""
         hugging_face = self.modules == "transformers"

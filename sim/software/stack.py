@@ -37,7 +37,7 @@ class Stack:
         loss: "plain" (log-softmax and nll), "fused", "fused_in_place" (TransformerEngine: the gradient is written over
             the logits) or "vocab_parallel" (Megatron's own, a chain of kernels).
         blocks_in_one: forward of a plain GPT block is one function, attention included.
-        loss_compiled: torch.compile covers the loss too.
+        compiled_end: of what stands behind the blocks, torch.compile covers: none, chunks (a loss's), loss, or all.
         pads_products: products whose sizes are no multiple of 16 bytes are padded (`sim.model.padded`).
         loss_overwrites: a vocab_parallel loss works in place on the fp32 logits; else its first step is a copy beside
             them, and the model has let go of the narrow ones by then.
@@ -248,7 +248,7 @@ class Stack:
     clip_gradients: bool
     loss: str
     blocks_in_one: bool
-    loss_compiled: bool
+    compiled_end: str
     pads_products: bool
     loss_overwrites: bool
     chunked_logits_kept: bool

@@ -71,6 +71,9 @@ def main(venv: Path) -> None:
         versions = out / f"{library}.map"
         versions.write_text(f"{library} {{ global: *; }};\n")
         versioned = [f"-Wl,--version-script={versions}"] if stem not in ("libcuda", "libnccl", "libcusparseLt") else []
+        if stem == "libcuda":  # as which Triton's launcher is linked
+            (out / "libcuda.so").unlink(missing_ok=True)
+            (out / "libcuda.so").symlink_to(library)
         subprocess.run(["gcc", "-O1", "-w", "-shared", "-fPIC", *include, "-o", out / library, source,
                         f"-Wl,-soname,{library}", *versioned], check=True)
 
@@ -96,7 +99,8 @@ def _wanted(libraries: Path) -> dict[str, set[str]]:
                     if library.partition(".")[0] == others[start]:
                         wanted[library].add(name)
     loaded = ("cuMemAddressFree", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemExportToShareableHandle",
-              "cuMemImportFromShareableHandle", "cuCtxSetCurrent")  # by name, not by the linker
+              "cuMemImportFromShareableHandle", "cuCtxSetCurrent",
+              "cuCtxGetLimit", "cuCtxSetLimit")  # by name, not by the linker; the last two by Triton
     wanted["libcuda.so.1"] |= set(loaded)
     return wanted
 

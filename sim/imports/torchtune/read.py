@@ -305,6 +305,7 @@ def _recompute(settings: Settings, draft: Draft, layers: int | None) -> None:
 def _software(settings: Settings, draft: Draft) -> None:
     draft.assume("software.framework", "pytorch", "torchtune's recipes")
     draft.assume("software.modules", "plain", "torchtune's own modules")
+    draft.assume("software.versions", {"torchtune": "0.6.1"}, "its file does not say; this release was read")
     draft.assume("training.attention", "flash", "torchtune calls scaled_dot_product_attention")
     if (said := switch(settings, "compile")) is not None:
         draft.take("software.compile", True, said)

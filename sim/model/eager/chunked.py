@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from sim.model.compiled import compiles_loss
 from sim.model.eager.tensors import between
 from sim.model.eager.tensors import operations as op
-from sim.model.eager.tensors.autograd import Gradients, Run, Sink, Tensor, Weight
+from sim.model.eager.tensors.autograd import Run, Sink, Tensor, Weight
 from sim.model.eager.tensors.storage import LOGITS, WORKSPACE, Storage
 from sim.model.layers.chunked import chunk_rows, output_chunks
 from sim.model.style import Style
@@ -82,7 +83,7 @@ def _cut(run: Run, style: Style, inputs: list[Tensor], rows: int) -> Tensor:
 def _slice_loss(run: Run, style: Style, rows: int, logits: Storage, act: str) -> Storage:
     """A chunk's loss and the gradient of its logits (`_LossParallelCrossEntropy`); compiled, one kernel each way."""
     elements = rows * style.vocab
-    if style.stack.loss_compiled:
+    if compiles_loss(style):
         return run.new(elements, act)
     wide = run.new(elements, "fp32") if act != "fp32" else logits
     shifted = run.new(elements, "fp32")
@@ -102,54 +103,60 @@ def _slice_loss(run: Run, style: Style, rows: int, logits: Storage, act: str) ->
 
 def _kept(run: Run, style: Style, x: Tensor, rows: int, weight: Sink | None, copy: Storage | None) -> Tensor:
     """torchtune's: the logits of all chunks, then the loss of each. Compiled, a chunk's loss keeps its logits; eager,
-    its fp32 log-softmax. Backward frees chunk by chunk."""
-    act, hidden, own, vocab = x.dtype, style.hidden, style.vocab, style.vocab * style.tensor
-    kind, run.kind = run.kind, LOGITS
-    sizes = output_chunks(rows)
-    kept = [_logits(run, style, size, act) for size in sizes]
-    if not style.stack.loss_compiled:
-        kept = _widened(run, kept, sizes, vocab, act)
-    run.kind = kind
-
-    def rule(run: Run, _: Gradients) -> Gradients:
-        made = [run.new(rows * hidden, act), *([run.new(own * hidden, act)] if weight else [])]
-        outer, run.kind = run.kind, LOGITS
-        for size in sizes:
-            wide = None if style.stack.loss_compiled else run.new(size * vocab, "fp32")
-            gradient = run.new(size * vocab, act)
-            del wide
-            kept.pop(0)
-            del gradient
-        run.kind = outer
-        return list(made)
-
-    node = run.node(rule, (x.sink, weight) if weight else (x.sink,))
-    run.save(node, x.storage, *([copy] if copy is not None else []))
-    return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
+    its fp32 log-softmax. Autograd runs the youngest first: all losses, whose gradients stand in the place of what they
+    kept, and only then the products (tests/driver, torchtune 0.4.0 on torch 2.5.1 and 0.5.0 on 2.6.0)."""
+    act, sizes = x.dtype, output_chunks(rows)
+    summed = _Summed(weight, style.vocab * style.hidden, act, len(sizes)) if weight else None
+    chunks = op.split(run, x, [part * style.hidden for part in sizes])
+    del x
+    kind, logits = run.kind, list[Tensor]()
+    for chunk in chunks:
+        run.kind = kind
+        flat = op.clone(run, chunk, style.batch > 1)  # chunks are cut along the sequence
+        run.kind = LOGITS
+        logits.append(_logits(run, style, flat, summed, copy))
+        del flat
+    del chunks, chunk
+    return _total(run, style, logits, act, kind)
 
 
-def _logits(run: Run, style: Style, rows: int, act: str) -> Storage:
+def _logits(run: Run, style: Style, chunk: Tensor, summed: _Summed | None, copy: Storage | None) -> Tensor:
     """A chunk's logits; of a cut vocabulary a slice is gathered, and the gathered ones are put side by side."""
-    own = run.new(rows * style.vocab, act)
+    if summed is None:
+        own = op.frozen(run, chunk, style.hidden, style.vocab)
+    else:
+        own = op.linear(run, chunk, style.hidden, style.vocab, False, dtype=chunk.dtype, sink=summed)
+    product = run.nodes[-1]
+    product.kind = WORKSPACE  # what it makes in backward are gradients of input and weight
+    if copy is not None:
+        run.save(product, copy)
     if style.tensor == 1:
         return own
-    gathered = run.new(rows * style.vocab * style.tensor, act)
-    joined = run.new(rows * style.vocab * style.tensor, act)
+    elements, dtype, whole = own.elements, own.dtype, own.elements * style.tensor
+    node = run.node(lambda run, _: [run.new(elements, dtype)], (own.sink,))
+    gathered = run.new(whole, dtype)
+    joined = run.new(whole, dtype)
     del own, gathered
-    return joined
+    return Tensor(joined, whole, dtype, node.output())
 
 
 class _Summed:
-    """A weight that every chunk passes: its gradient is added up in the engine, in place."""
+    """A weight that `parts` chunks pass: its gradient is added up in the engine, of the first two in a third tensor
+    (`Weight.apart`), from then on in place, and is the parameter's when the last is in."""
 
-    def __init__(self, weight: Weight) -> None:
-        self.weight, self.begun = weight, False
+    def __init__(self, sink: Sink, elements: int, dtype: str, parts: int) -> None:
+        self.sink, self.elements, self.dtype = sink, elements, dtype
+        self.parts, self.taken, self.held = parts, 0, list[Storage]()
 
     def receive(self, run: Run, gradient: Storage) -> None:
-        """Take the first; later ones are added to it."""
-        if not self.begun:
-            self.begun = True
-            self.weight.receive(run, gradient)
+        """Take a chunk's."""
+        self.taken += 1
+        if self.taken == 1:
+            self.held.append(gradient)
+        elif self.taken == 2:
+            self.held[0] = run.new(self.elements, self.dtype)
+        if self.taken == self.parts:
+            self.sink.receive(run, self.held.pop())
 
 
 def _branched(run: Run, style: Style, inputs: list[Tensor], rows: int) -> Tensor:
@@ -159,7 +166,7 @@ def _branched(run: Run, style: Style, inputs: list[Tensor], rows: int) -> Tensor
     assert tuned is not None
     act, sizes = x.dtype, output_chunks(rows)
     shapes = (tuned.rank * style.hidden, style.vocab * tuned.rank)
-    first, second = (_Summed(Weight(size, tuned.dtype)) for size in shapes)
+    first, second = (_Summed(Weight(size, tuned.dtype), size, act, len(sizes)) for size in shapes)
     chunks = op.split(run, x, [size * style.hidden for size in sizes])
     kind, run.kind = run.kind, LOGITS
     logits: list[Tensor] = []
@@ -175,7 +182,13 @@ def _branched(run: Run, style: Style, inputs: list[Tensor], rows: int) -> Tensor
         logits.append(op.add(run, base, update))
         del base, update
     del chunks, chunk, x
+    return _total(run, style, logits, act, kind)
+
+
+def _total(run: Run, style: Style, logits: list[Tensor], act: str, kind: int) -> Tensor:
+    """The loss of every chunk, then their sum; storages are of `kind` again."""
     losses = [_cross_entropy(run, style, one, act) for one in logits]
+    logits.clear()
     run.kind = kind
     node = run.node(lambda _, gradients: [gradients[0]] * len(losses), [one.sink for one in losses])
     return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
@@ -183,24 +196,13 @@ def _branched(run: Run, style: Style, inputs: list[Tensor], rows: int) -> Tensor
 
 def _cross_entropy(run: Run, style: Style, logits: Tensor, act: str) -> Tensor:
     """A chunk's loss in fp32: compiled, one kernel that keeps the logits and two numbers a row."""
-    if style.stack.loss_compiled and act != "fp32":
+    if compiles_loss(style) and act != "fp32":
         elements = logits.elements
         node = run.node(lambda run, _: [run.new(elements, act)], (logits.sink,))
-        run.save(node, logits.storage, *(run.new(elements // style.vocab, "fp32") for _ in range(2)))
+        run.save(node, logits.storage, *(run.new(elements // (style.vocab * style.tensor), "fp32") for _ in range(2)))
         return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
     scores = op.softmax(run, logits, "fp32")
     elements = scores.elements
     node = run.node(lambda run, _: [run.new(elements, "fp32")], (scores.sink,))
     run.save(node, scores.storage, run.new(1, "fp32"))
     return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
-
-
-def _widened(run: Run, logits: list[Storage], sizes: list[int], vocab: int, act: str) -> list[Storage]:
-    """The fp32 log-softmax of every chunk, made beside all chunks' logits."""
-    scores: list[Storage] = []
-    for size in sizes:
-        wide = run.new(size * vocab, "fp32") if act != "fp32" else None
-        scores.append(run.new(size * vocab, "fp32"))
-        del wide
-    logits.clear()
-    return scores

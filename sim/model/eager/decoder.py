@@ -15,7 +15,7 @@ from sim.model.eager.attention.modules import attention
 from sim.model.eager.experts import experts
 from sim.model.eager.mlp import mlp
 from sim.model.eager.norms import norm
-from sim.model.eager.products import row_cut
+from sim.model.eager.products import row_cut, summed_apart
 from sim.model.eager.tensors import operations as op
 from sim.model.eager.tensors.autograd import Frame, Run, Tensor, Weight
 from sim.model.eager.tensors.storage import Storage
@@ -155,7 +155,8 @@ def embedding(run: Run, style: Style, policy: str) -> Tensor:
 def _lookup(run: Run, style: Style, rows: int, table: int, shared: bool = False) -> Tensor:
     if style.tuned is not None:
         return tuned.embedding(run, rows, style.hidden, style.weight)
-    return op.embedding(run, rows, style.hidden, Weight(table * style.hidden, style.weight, shared))
+    return op.embedding(run, rows, style.hidden, Weight(table * style.hidden, style.weight, shared,
+                                                             apart=summed_apart(style)))
 
 
 def _held_by_model(run: Run, style: Style, dtype: str, policy: str) -> None:

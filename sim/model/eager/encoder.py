@@ -9,6 +9,7 @@ from sim.model.eager import tuned
 from sim.model.eager.attention.modules import attention
 from sim.model.eager.head import loss
 from sim.model.eager.mlp import mlp
+from sim.model.eager.products import summed_apart
 from sim.model.eager.tensors import operations as op
 from sim.model.eager.tensors.autograd import Run, Tensor, Weight
 from sim.model.eager.tensors.storage import LOGITS, Storage
@@ -69,7 +70,8 @@ def embedding(run: Run, style: Style, policy: str) -> Tensor:
 def _lookup(run: Run, style: Style, rows: int, table: int, shared: bool = False) -> Tensor:
     if style.tuned is not None:
         return run.tensor(rows * style.hidden, style.weight)
-    return op.embedding(run, rows, style.hidden, Weight(table * style.hidden, style.weight, shared))
+    return op.embedding(run, rows, style.hidden, Weight(table * style.hidden, style.weight, shared,
+                                                             apart=summed_apart(style)))
 
 
 def head(run: Run, style: Style, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from sim.model.eager import chunked, decoder, norms, tuned
 from sim.model.eager.attention.modules import attention
 from sim.model.eager.head import loss
 from sim.model.eager.mlp import activated, mlp
-from sim.model.eager.products import linear
+from sim.model.eager.products import linear, summed_apart
 from sim.model.eager.tensors import operations as op
 from sim.model.eager.tensors.autograd import Run, Tensor, Weight
 from sim.model.eager.tensors.storage import ACTIVATIONS, LOGITS, WORKSPACE, Storage
@@ -153,7 +153,8 @@ def _between(run: Run, style: Style, x: Tensor) -> Tensor:
 def embedding(run: Run, style: Style, name: str, *, complete: bool) -> Tensor:
     """A stack's lookup in the shared table, and dropout; the gradient is complete with the encoder's lookup."""
     run.at(name)
-    table = Weight(style.vocab * style.hidden, style.weight, True, not complete)
+    table = Weight(style.vocab * style.hidden, style.weight, True, not complete,
+                   apart=not complete and summed_apart(style))
     x = (op.embedding(run, style.tokens, style.hidden, table) if style.tuned is None else
          run.tensor(style.tokens * style.hidden, style.weight))
     if style.dropout:

@@ -6,6 +6,7 @@ core/tensor_parallel/cross_entropy.py.
 
 from __future__ import annotations
 
+from sim.model.compiled import compiles_loss, splits_loss
 from sim.model.eager import chunked, further, tuned
 from sim.model.eager.norms import norm
 from sim.model.eager.products import entered
@@ -134,7 +135,7 @@ def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:
         return _one_kernel(run, logits, rows)
     if style.stack.loss == "fused_in_place":
         return _in_place(run, logits)
-    if style.stack.loss_compiled and width(logits.dtype) < 4 and (run.autocast or style.widens_logits):
+    if compiles_loss(style) and width(logits.dtype) < 4 and (run.autocast or style.widens_logits):
         return _one_kernel(run, logits, rows, 2)
     if style.stack.loss == "vocab_parallel":
         return _in_place(run, op.to(run, logits, "fp32"))
@@ -142,7 +143,7 @@ def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:
     if style.stack.outputs_kept:
         logits = _held(run, logits)
     wide = op.to(run, logits, "fp32") if style.widens_logits else logits
-    if style.splits_loss:
+    if splits_loss(style):
         return _split(run, wide)
     scores = op.softmax(run, wide, wide.dtype)
     return _nll(run, op.to(run, scores, "fp32") if run.autocast else scores, labels)

@@ -75,9 +75,15 @@ def _gated(run: Run, style: Style, ffn: int, up: Callable[[int], Tensor]) -> Ten
         gate, other = (up(ffn) for _ in range(2))
         run.at("activation")
         elements, dtype, over = gate.elements, gate.dtype, style.stack.fused_in_place
+        again = run.checkpointed and style.stack.compile and not style.stack.fused_swiglu
 
         def rule(run: Run, _: object) -> list[Storage | None]:
-            return [*run.overwritten()] if over else [run.new(elements, dtype), run.new(elements, dtype)]
+            if over:
+                return [*run.overwritten()]
+            product = run.new(elements, dtype) if again else None  # of one kernel with both gradients (Inductor)
+            made: list[Storage | None] = [run.new(elements, dtype), run.new(elements, dtype)]
+            del product
+            return made
 
         node = run.node(rule, (gate.sink, other.sink))
         run.save(node, gate.storage, other.storage)

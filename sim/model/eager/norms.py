@@ -5,6 +5,7 @@ Sources: transformers modeling_llama.py (LlamaRMSNorm), modeling_t5.py (T5LayerN
 
 from __future__ import annotations
 
+from sim.model.compiled import at_norm
 from sim.model.eager.tensors import operations as op
 from sim.model.eager.tensors.autograd import Run, Tensor, Weight
 from sim.model.style import Style
@@ -13,6 +14,7 @@ from sim.model.style import Style
 def norm(run: Run, style: Style, x: Tensor, name: str) -> Tensor:
     """LayerNorm, a fused RMSNorm, or LlamaRMSNorm spelled out."""
     run.at(name)
+    style = at_norm(style, name)
     trained = style.tuned is None or style.tuned.trains_norms
     if style.norm == "layernorm":
         return op.layer_norm(run, x, style.hidden, (1 + style.bias) * trained, 2, style.weight)

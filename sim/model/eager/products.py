@@ -58,3 +58,10 @@ def row(run: Run, style: Style, x: Tensor, features_in: int, parts: tuned.Parts,
 def row_cut(run: Run, style: Style, x: Tensor) -> Tensor:
     """A sum over the slices of the width, on its way back into the stream."""
     return between.scattered(run, x, style.tensor, style.copies) if style.scattered else x
+
+
+def summed_apart(style: Style) -> bool:
+    """Whether a tied table's two gradients meet in a third tensor (`Weight.apart`): the head's is a transposed view
+    unless a cast's backward has copied it, Megatron's function made it, or chunks were added up before."""
+    cast = bool(style.autocast) and style.act != style.weight
+    return not cast and style.modules != "megatron" and not style.chunked_loss

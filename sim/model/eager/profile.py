@@ -6,7 +6,7 @@ blocks is measured once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -15,6 +15,7 @@ from sim.garbage import undisturbed
 from sim.model.eager import decoder, encoder, encoder_decoder
 from sim.model.eager.head import head as decoder_head
 from sim.model.eager.tensors.autograd import Boundary, Run, Sink, Tensor
+from sim.model.eager.tensors.planned import highest, planned
 from sim.model.eager.tensors.storage import KINDS, WORKSPACE, Storage, rounded
 from sim.model.style import Program, Style
 from sim.tensor_trace import INPUT, OUTPUT_GRADIENT, TIED, Trace
@@ -57,6 +58,10 @@ class Profile:
     cached: Levels
     backward: Pass
     trace: Trace
+
+
+#: Operators of a block's forward from its begin to attention's output.
+_UP_TO_ATTENTION = ("norm1", "qkv", "query_norm", "key_norm", "rotary", "attention")
 
 
 @lru_cache(maxsize=512)
@@ -104,7 +109,27 @@ def profile(program: Program, policy: str, keep_gradients: bool, caches_casts: b
     backward = _measured(run, start)
     trace = _trace(run, names, cuts, ends, -1 if program.layer == "head" else output, boundary)
     del left, boundary
+    if style.stack.compile and style.stack.compiled_end != "all" and program.layer not in ("embedding", "head"):
+        backward, trace = _reusing(run, policy == "selective-op", backward, trace)
     return Profile(forward, held, cached, backward, trace)
+
+
+def _reusing(run: Run, selective: bool, backward: Pass, trace: Trace) -> tuple[Pass, Trace]:
+    """Backward of a block that is compiled by itself, whose plan keeps buffers for those to come."""
+    events = planned(_late(run, trace.backward) if selective else trace.backward, run.arriving, run.nameless)
+    more = highest(events) - highest(trace.backward)
+    high = tuple(size + more * (kind == WORKSPACE) for kind, size in enumerate(backward.peak))
+    return replace(backward, peak=high), trace._replace(backward=events)
+
+
+def _late(run: Run, events: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """What leads to attention's inputs is made again only where its backward reads them, its output being kept: AOT's
+    backward asks for nothing before it needs it (torch 2.6.0 _functorch/partitioners.py,
+    reordering_to_mimic_autograd_engine); eager checkpoints run from the block's begin."""
+    born = [(i, *run.memory.made[number]) for i, (number, size) in enumerate(events) if size and number >= 0]
+    begin = next((i for i, operator, _ in born if operator not in _UP_TO_ATTENTION), 0)
+    read = next((i for i, operator, kind in born if i > begin and (operator, kind) == ("attention", "workspace")), 0)
+    return events[begin:read] + events[:begin] + events[read:] if read else events
 
 
 def _trace(run: Run, names: dict[int, int], cuts: list[tuple[int, int]], ends: tuple[int, int, int], output: int,

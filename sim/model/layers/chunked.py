@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import chain
 
 from sim.model.architecture import Joint, Operator, Tensor
+from sim.model.compiled import compiles_loss
 from sim.model.kernels import cast, elementwise, product, width
 from sim.model.style import Style
 from sim.work import Kernel
@@ -86,7 +87,7 @@ def chunked_kept(style: Style, rows: int, logits: Operator, loss: Callable[[Styl
         backward += [*part[1], product(1, size, hidden, vocab, "nn", style.wide, act),
                      product(1, vocab, hidden, size, "nt", style.wide, act, accumulate=number > 0)]
     backward += [kernel for kernel in logits.backward if kernel.op != "gemm"]
-    kept = ("logits", act) if style.stack.loss_compiled else ("log_softmax", "fp32")
+    kept = ("logits", act) if compiles_loss(style) else ("log_softmax", "fp32")
     return forward, backward, (Tensor("head_input", rows * hidden, act), Tensor(kept[0], rows * vocab, kept[1]))
 
 
@@ -108,7 +109,7 @@ def chunked_gathered(style: Style, rows: int, logits: Operator, loss: Callable[[
     joined = elementwise("logits_cat", rows * every, 2 * e, act, len(sizes))
     own = elementwise("logits_gradient_split", rows * vocab, 2 * e, act, len(sizes))
     met = Joint("restored", rows * every, act, times=len(sizes))
-    kept = ("logits", act) if style.stack.loss_compiled else ("log_softmax", "fp32")
+    kept = ("logits", act) if compiles_loss(style) else ("log_softmax", "fp32")
     whole = Operator("loss", (joined, *chain.from_iterable(part[0] for part in losses)),
                      (*chain.from_iterable(part[1] for part in losses), own), joint=met,
                      saved=(Tensor(kept[0], rows * every, kept[1]),))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from sim.model.architecture import Joint, Layer, Operator, Parameter, Tensor
+from sim.model.compiled import compiles_loss, splits_loss
 from sim.model.kernels import cast, elementwise, joint, linear_operator, softcap, strided_chain, width
 from sim.model.layers.chunked import Ways, chunked_cut, chunked_forward, chunked_gathered, chunked_kept
 from sim.model.layers.norms import norm_operator
@@ -103,14 +104,14 @@ def plain_loss(style: Style, rows: int, *, upcast: bool) -> Ways:
     dtype = "fp32" if upcast else style.act
     e = width(dtype)
     shape = (rows, style.vocab)
-    if upcast and style.stack.loss_compiled:  # as `sim.model.eager.head.loss` keeps it
+    if upcast and compiles_loss(style):  # as `sim.model.eager.head.loss` keeps it
         narrow = width(style.act) * elements
         one, back = (Kernel("cross_entropy", dtype, shape, way, 0.0, passes * narrow, "memory_bound", launches=2)
                      for way, passes in (("forward", 1), ("backward", 2)))
         return [one], [back], (Tensor("logits", elements, style.act), Tensor("loss_statistics", 2 * rows, "fp32"))
     forward = [log_softmax(rows, style.vocab, dtype), _picked("nll", rows, 2)]
     backward = [elementwise("log_softmax_backward", elements, 5 * e, dtype, 2), _picked("nll_backward", rows, 1)]
-    if style.splits_loss:
+    if splits_loss(style):
         steps, strided, behind = ([e * step for step in part] for part in _SPLIT)
         forward = list(strided_chain("split_loss", elements, steps, strided, dtype))
         backward = list(strided_chain("split_loss_backward", elements, behind, (), dtype))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sim.model.architecture import Operator, Parameter, Tensor
+from sim.model.compiled import at_norm
 from sim.model.kernels import chain, strided_chain, width
 from sim.model.style import Style
 from sim.work import Kernel
@@ -38,6 +39,7 @@ def norm_operator(
         style: whose `residual` is the dtype of what is normalised.
         shape: rows and columns, default those of the residual stream.
     """
+    style = at_norm(style, name)
     rows, cols = shape or (style.tokens, style.hidden)
     layer_norm = style.norm == "layernorm"
     names = ("weight", "bias") if layer_norm and style.bias else ("weight",)

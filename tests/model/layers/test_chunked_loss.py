@@ -74,12 +74,13 @@ def test_torchtune_makes_eight_chunks_the_last_smaller() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_torchtune_keeps_the_logits_and_widens_a_chunk(tied: bool) -> None:
-    """By hand: 4,096 rows of 32,000 logits. Compiled, they stay in bf16 and backward adds the gradient of a chunk;
-    eager, the log-softmax of all stays in fp32, made from logits of 2 bytes and a chunk in fp32."""
+    """By hand: 4,096 rows of 32,000 logits. Compiled, they stay in bf16 until backward has put their gradients in
+    their place (beside two numbers a row); eager, the log-softmax of all stays in fp32, made from logits of 2 bytes
+    and a chunk in fp32."""
     compiled, eager = (lowered(True, tied=tied, modules="plain", compiled=c) for c in (True, False))
     logits = 4096 * 32000
-    assert peak(compiled.job.programs[0]).category_peaks["logits"] == 2 * logits + 2 * logits // 8
-    assert peak(eager.job.programs[0]).category_peaks["logits"] == 2 * logits + 4 * logits + 4 * logits // 8
+    assert peak(compiled.job.programs[0]).category_peaks["logits"] == pytest.approx(2 * logits, rel=2e-4)
+    assert peak(eager.job.programs[0]).category_peaks["logits"] == pytest.approx(6 * logits + 4 * logits // 8, rel=1e-4)
     whole = lowered(False, tied=tied, modules="plain", compiled=True)
     flops = [low.architecture.forward_flops + low.architecture.backward_flops for low in (whole, compiled)]
     assert flops[0] == pytest.approx(flops[1])
@@ -270,6 +271,6 @@ def test_an_encoder_decoder_takes_its_loss_in_chunks(modules: str, tied: bool) -
     logits = 4096 * 32000
     assert used.steady
     assert used.category_peaks["logits"] == pytest.approx(
-        2 * 128 * 32000 if modules == "transformers" else 2 * logits + 4 * logits + 4 * logits // 8)
+        2 * 128 * 32000 if modules == "transformers" else 6 * logits + 4 * logits // 8, rel=1e-4)
     scaled = [op.name for op in chunks.architecture.stack[-1].operators]
     assert ("head_scale" in scaled) == tied

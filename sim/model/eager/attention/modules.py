@@ -171,8 +171,8 @@ def _as_complex(run: Run, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 def _multiplied(run: Run, x: Tensor) -> Tensor:
     elements = x.elements
-    node = run.node(lambda run, _: [run.new(elements, "fp32")], (x.sink,))
-    return Tensor(run.new(elements, "fp32"), elements, "fp32", node.output())
+    node = run.node(lambda run, _: [run.arrived(elements, "fp32", named=False)], (x.sink,))
+    return Tensor(run.arrived(elements, "fp32", named=False), elements, "fp32", node.output())
 
 
 def _turned(run: Run, style: Style, x: Tensor) -> Tensor:

@@ -100,15 +100,23 @@ class Weight:
         elements, dtype: as kernels see it.
         shared: another layer's gradient is added before it is complete (tied embeddings).
         more: a third one's too, after this layer's.
+        apart: the first that came is a view, that of `F.linear`'s `weight.t()`: it holds its base, so that the engine,
+            which writes over what nobody else has, makes a third tensor of the sum (torch/csrc/autograd/
+            input_buffer.cpp, can_accumulate_inplace; seen on torch 2.1 to 2.13). The allocator sees it; bytes are
+            counted as the oracle's tracker does, which takes every sum to be in place.
     """
 
-    __slots__ = ("dtype", "elements", "more", "shared")
+    __slots__ = ("apart", "dtype", "elements", "more", "shared")
 
-    def __init__(self, elements: int, dtype: str, shared: bool = False, more: bool = False) -> None:
-        self.elements, self.dtype, self.shared, self.more = elements, dtype, shared, more
+    def __init__(self, elements: int, dtype: str, shared: bool = False, more: bool = False,
+                 apart: bool = False) -> None:
+        self.elements, self.dtype, self.shared, self.more, self.apart = elements, dtype, shared, more, apart
 
     def receive(self, run: Run, gradient: Storage) -> None:
         """Take a gradient; a shared parameter's is complete with the last."""
+        if self.shared and run.pending and self.apart:
+            gradient.hand_over()
+            run.pending[0] = Storage(run.memory, rounded(self.elements, self.dtype), WORKSPACE)
         if self.shared and run.pending and self.more:
             return
         if self.shared and not run.pending:
@@ -186,6 +194,8 @@ class Run:
         self.cache: list[Storage] = []  # autocast's weight copies
         self.held: list[object] = []  # by the model's forward, until the head
         self.retained: list[object] = []  # until this layer's backward
+        self.arriving: set[int] = set()  # storages that NCCL or ATen allocates, by number
+        self.nameless: set[int] = set()  # of those, what a compiled graph has no name for
         self._saving: Frame | None = None
         self._restoring: Frame | None = None
         self._running: Node | None = None
@@ -203,6 +213,12 @@ class Run:
     def new(self, elements: int, dtype: str) -> Storage:
         """A storage of the current kind."""
         return Storage(self.memory, rounded(elements, dtype), self.kind)
+
+    def arrived(self, elements: int, dtype: str, *, named: bool = True) -> Storage:
+        """A storage that no compiled code allocates (`planned.py`)."""
+        storage = self.new(elements, dtype)
+        (self.arriving if named else self.nameless).add(storage.number)
+        return storage
 
     def tensor(self, elements: int, dtype: str, sink: Sink | None = None) -> Tensor:
         """A tensor with a new storage."""

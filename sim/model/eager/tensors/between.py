@@ -30,19 +30,19 @@ def gathered(run: Run, x: Tensor, parts: int, copies: str = "none") -> Tensor:
 
     def rule(run: Run, _: Gradients) -> Gradients:
         leaving = run.new(elements * parts, dtype) if copies != "none" else None
-        part = run.new(elements, dtype)
+        part = run.arrived(elements, dtype)
         del leaving
         return [part]
 
     node = run.node(rule, (x.sink,))
-    buffer = run.new(elements * parts, dtype) if copies == "both" else None
+    buffer = run.arrived(elements * parts, dtype) if copies == "both" else None
     made = _whole(run, node, elements * parts, dtype)
     del buffer
     return made
 
 
 def _arrived(run: Run, elements: int, dtype: str, copies: str) -> Storage:
-    buffer = run.new(elements, dtype) if copies == "both" else None
+    buffer = run.arrived(elements, dtype) if copies == "both" else None
     made = run.new(elements, dtype)
     del buffer
     return made

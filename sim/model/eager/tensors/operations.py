@@ -389,8 +389,9 @@ def attention(run: Run, query: Tensor, key: Tensor, value: Tensor, rows: int, bi
 
     def rule(run: Run, _: Gradients) -> Gradients:
         whole = [run.new(n * gathered, d) for n, d, _ in shapes[1:3] * 2] if gathered > 1 else []
-        whole += [run.new(sums * (shapes[0][0] + spare), "fp32"), run.new(rows, "fp32")] if sums else []
-        made: Gradients = [run.new(n, d) if needed else None for n, d, needed in shapes]
+        whole += [run.arrived(sums * (shapes[0][0] + spare), "fp32", named=False),
+                  run.arrived(rows, "fp32", named=False)] if sums else []
+        made: Gradients = [run.arrived(n, d) if needed else None for n, d, needed in shapes]
         whole.clear()
         return made
 
