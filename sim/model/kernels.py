@@ -72,6 +72,15 @@ def scalar(kernel: Kernel, visits: float = 1.0) -> Kernel:
     return replace(kernel, shape=(max(1, round(kernel.shape[0] * visits)),), kernel="scalar")
 
 
+def softmax_gradient(dtype: str, elements: int, category: str) -> Kernel:
+    """Output times its gradient, which PyTorch's softmax makes a tensor of in front of its backward's own kernel.
+
+    Source: aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out: `Tensor tmp = grad * output` (seen in torch
+    2.3.1 and 2.6.0 on tests/driver; log-softmax has none).
+    """
+    return elementwise("softmax_gradient", elements, 3 * width(dtype), dtype, 1, category)
+
+
 def strided(style: Style, kernel: Kernel, visits: float = 1.0) -> Kernel:
     """`kernel` on operands that are broadcast, picked by index or not contiguous: `scalar`, unless torch.compile writes
     it."""

@@ -228,11 +228,11 @@ class Style:
 
     @property
     def widens_logits(self) -> bool:
-        """Whether logits are cast to fp32 before the loss: Hugging Face's decoders do, and what the stack says."""
-        hugging_face = self.modules == "transformers"
-        if self.tuned is not None and self.stack.tuning_upcast and not (hugging_face and self.kind != "decoder"):
-            return True
-        return self.stack.loss_upcast or (hugging_face and self.kind == "decoder")
+        """Whether logits are cast to fp32 before the loss: what the stack says, and of Hugging Face's decoders each."""
+        if self.modules != "transformers":
+            return self.stack.loss_upcast or (self.tuned is not None and self.stack.tuning_upcast)
+        llama = self.positions == "rotary" and self.joint_qkv in ("", "parts")
+        return self.stack.loss_upcast or (self.kind == "decoder" and self.stack.widens_logits(llama))
 
     @property
     def keeps_chunks(self) -> bool:

@@ -66,17 +66,20 @@ class Lowered:
         return self.layers[self.job.classes[number].program] if self.layers else ()
 
 
-def lower(scenario: Scenario, *, fold: bool = True) -> Lowered:
+def lower(scenario: Scenario, *, fold: bool = True, kernel_buffers: bool = True) -> Lowered:
     """Lower a resolved scenario to a Job.
 
     Args:
         scenario: resolved.
         fold: simulate one rank per class of identical ranks; False simulates every rank (for tests).
+        kernel_buffers: False leaves out what kernels allocate for themselves, as fake tensors do (for oracle files).
 
     Raises:
         UserError: the scenario asks for something that is not simulated yet.
     """
     stack = stack_of(scenario.software)
+    if not kernel_buffers:
+        stack = replace(stack, kernel_buffers=False)
     check(scenario, stack)
     if run_of(scenario) is not None:
         serving = lower_inference(scenario, stack)

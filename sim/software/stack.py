@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sim.software.hugging_face import HuggingFace
+
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class Stack(HuggingFace):
     """What a training stack does. Units and sources of each fact: `profiles/*.yaml`, or `facts_of`.
 
     Attributes:
@@ -36,6 +38,7 @@ class Stack:
         clip_gradients: whether the gradient norm is computed and applied every step.
         loss: "plain" (log-softmax and nll), "fused", "fused_in_place" (TransformerEngine: the gradient is written over
             the logits) or "vocab_parallel" (Megatron's own, a chain of kernels).
+        kernel_buffers: kernels ask the allocator for room of their own (they do on a GPU, not on fake tensors).
         blocks_in_one: forward of a plain GPT block is one function, attention included.
         compiled_end: of what stands behind the blocks, torch.compile covers: none, chunks (a loss's), loss, or all.
         pads_products: products whose sizes are no multiple of 16 bytes are padded (`sim.model.padded`).
@@ -217,8 +220,6 @@ class Stack:
         sums_kernel: whose kernels sum small tensors of tensor ranks where an engine's own are asked for (a table of
             `network/sums.yaml`).
         biased_attention: fused attention takes scores that relative positions are added to.
-        biased_softmax_wide: softmax of scores that relative positions were added to is taken in fp32.
-        relative_bias_anew: a token's relative positions are looked up for all queries so far, and the last is used.
         quantised_products: products with weights of fewer than 16 bits: expanded (a kernel of its own makes 16-bit
             weights; int8 runs on quantised activations) or fused (the product reads them as stored).
         engine_products: kernel of fused ones under continuous batching: expanding or marlin (`Kernel.kernel`).
@@ -247,6 +248,7 @@ class Stack:
     half_policy: str
     clip_gradients: bool
     loss: str
+    kernel_buffers: bool
     blocks_in_one: bool
     compiled_end: str
     pads_products: bool
@@ -395,8 +397,6 @@ class Stack:
     weight_hooks: bool
     sums_kernel: str
     biased_attention: bool
-    biased_softmax_wide: bool
-    relative_bias_anew: bool
     quantised_products: str
     engine_products: str
     vocabulary_multiple: int

@@ -21,7 +21,7 @@ from sim.calibration.kernels.tables import DATA, read_csv
 from sim.hardware import Device, gpu
 from sim.model import build
 from sim.model.architecture import Layer, Operator
-from sim.model.kernels import elementwise
+from sim.model.kernels import elementwise, softmax_gradient
 from sim.scenario import resolve
 from sim.software import stack_of
 from sim.work import DTYPE_BYTES, Kernel
@@ -75,7 +75,7 @@ def operator(row: Mapping[str, str]) -> Operator:
         size_bytes = DTYPE_BYTES[row["dtype"]] * rows * cols
         forward, backward = (Kernel("softmax", row["dtype"], (rows, cols), way, 0.0, passes * size_bytes,
                                     "memory_bound") for way, passes in (("forward", 2), ("backward", 3)))
-        return Operator("softmax", (forward,), (backward,))
+        return Operator("softmax", (forward,), (softmax_gradient(row["dtype"], rows * cols, "memory_bound"), backward))
     layer = _layer(row["op"], row["dtype"], rows, cols, heads, kv_heads)
     return next(op for op in layer.operators if op.name == _MADE[row["op"]][1])
 

@@ -57,8 +57,9 @@ class Block:
 
 _SOFTMAX_INSTRUCTIONS = 27.0
 #: Of PyTorch's own on elements below fp32: in 16 bits an element takes as long on an RTX 3090 as on a B200, by SMs and
-#: clock (liger, 1,024 to 4,096 columns: 97-140; backward 81).
-_NARROW_SOFTMAX = 100.0
+#: clock (liger, 1,024 to 4,096 columns: 97-140). Backward it is 81 (B200) with the product in front of it
+#: (`softmax_gradient`), whose traffic is two fifths of that.
+_NARROW_SOFTMAX = {"forward": 100.0, "backward": 47.0}
 #: By `Kernel.kernel`, or by operation where that is empty. 12 layer-norm blocks of 128 threads share an SM: the tables
 #: of 2560 columns jump at 12 x 108 rows (A100) and 12 x 132 (H100).
 _BLOCKS = {
@@ -95,7 +96,7 @@ def block_of(kernel: Kernel) -> Block | None:
         return None
     elements = int(_LOAD_BYTES / DTYPE_BYTES[kernel.dtype])
     threads = 2 ** math.ceil(math.log2(cols / elements / 2))
-    instructions = _NARROW_SOFTMAX if _is_narrow_softmax(kernel) else _SOFTMAX_INSTRUCTIONS
+    instructions = _NARROW_SOFTMAX["forward"] if _is_narrow_softmax(kernel) else _SOFTMAX_INSTRUCTIONS
     return Block(max(_WARP, min(_MOST_THREADS, threads)), elements, 2, instructions)
 
 
@@ -110,7 +111,7 @@ def _slots(kernel: Kernel) -> float:
     if kernel.op == "elementwise":
         return _ONE_AT_A_TIME["scalar"] if kernel.kernel == "scalar" else _INSTRUCTIONS.get(kernel.variant, 0.0)
     if _is_narrow_softmax(kernel):
-        return _NARROW_SOFTMAX
+        return _NARROW_SOFTMAX[kernel.variant]
     if kernel.kernel == "per_sm":
         return _ONE_AT_A_TIME["per_sm"]
     one = (kernel.op, kernel.variant) in (("embedding", "forward"), ("norm", "weights"))

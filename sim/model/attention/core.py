@@ -9,12 +9,12 @@ from dataclasses import replace
 from sim.model.architecture import Joint, Operator, Tensor
 from sim.model.attention.core_choice import copies_output, in_math, kernel_name, masked, repeated, uses_flash
 from sim.model.attention.head_exchange import exchanged, within
-from sim.model.attention.math_core import in_math_operator
+from sim.model.attention.math_core import in_math_operator, repeat_slices
 from sim.model.attention.pairs import span
 from sim.model.attention.relative import bias_backward, bias_forward, kept_bias
 from sim.model.attention.ring import around_the_ring, below
 from sim.model.attention.rotated_ring import rotated
-from sim.model.kernels import cast, elementwise, product, softcap, strided, strided_chain, width
+from sim.model.kernels import cast, elementwise, product, softcap, softmax_gradient, strided, strided_chain, width
 from sim.model.style import Style
 from sim.software import Stack
 from sim.work import FIXED_ORDER, Kernel
@@ -174,13 +174,30 @@ def _eager(style: Style) -> Operator:
     if repeated(style):
         copies = style.batch * t * 2 * style.query_width
         forward.insert(0, strided(style, elementwise("repeat_kv", copies, 2 * e, style.act, 2, "attention")))
-        backward.append(elementwise("repeat_kv_backward", copies, 2 * e, style.act, 2, "attention"))
+        backward += [elementwise("repeat_kv_backward", copies, 2 * e, style.act, 2, "attention"), *repeat_slices(style)]
+    backward += _laid_out(style)
     if style.biased and not style.memory and style.tuned is None:
         backward += bias_backward(style)
     # softmax's output, which the product with the values reads, is the last thing kept: early stop skips that product
     again = tuple(k for k in forward if k not in (values, output)) if style.stack.early_stop else ()
     return Operator("attention", tuple(forward), tuple(backward), saved=tuple(_kept_scores(style)), core=True,
                     core_again=again)
+
+
+def _laid_out(style: Style) -> list[Kernel]:
+    """Gradients of Hugging Face's heads copied for the product that reads them: the output's into heads (of several
+    sequences), the others' into tokens. Rotary positions' and repeat_kv's own are counted there, and keys that one
+    product made with the rest (GPT-2) are turned by the cat of all three.
+
+    Source: transformers 4.40.2 to 4.50.3 (Llama, GPT-2, BERT, T5) run on torch 2.3.1 and 2.6.0 (tests/driver).
+    """
+    if style.modules != "transformers" or style.stack.compile or style.joint_qkv or style.latent is not None:
+        return []
+    own, other, e = style.tokens * style.query_width, style.batch * style.keys * style.query_width, width(style.act)
+    parts = [own] * (style.batch > 1) + [other] * (not repeated(style))
+    if style.positions != "rotary":
+        parts += [own] + [other] * style.separate_qkv
+    return [strided(style, elementwise("head_gradients", sum(parts), 2 * e, style.act, len(parts), "attention"))]
 
 
 def _scaled_gradients(style: Style) -> list[Kernel]:
@@ -272,13 +289,16 @@ def _score_kernels(style: Style) -> tuple[list[Kernel], list[Kernel]]:
         backward.append(elementwise("attention_dropout_backward", elements, before, style.act, launches, "attention"))
     if w != e and not fused:
         backward.append(replace(cast("softmax_gradient_cast", elements, style.act, soft), category="attention"))
+    if not fused:
+        backward.append(softmax_gradient(soft, elements, "attention"))
     backward.append(Kernel("softmax", soft, (rows, cols), "backward", 0.0, elements * (2 * seen + 1) * passed,
                            "attention", kernel=own))
     if not fused:
         if w != e:
             backward.append(replace(cast("softmax_gradient_cast", elements, soft, style.act), category="attention"))
-        if not style.biased:
-            backward.append(elementwise("scale_mask_backward", elements, 4 * e, style.act, 2, "attention"))
+        if not style.biased:  # a mask that is added has no gradient and passes the scores' on
+            steps = 1 if style.modules == "transformers" and not style.conv1d else 2
+            backward.append(elementwise("scale_mask_backward", elements, 2 * steps * e, style.act, steps, "attention"))
     if bound is not None:
         backward.append(bound[1])
     return forward, backward

@@ -14,6 +14,7 @@ from sim.model.attention.core import core_operators
 from sim.model.attention.core_choice import core_dtype, expands, in_math, repeated, spread_groups, uses_flash
 from sim.model.attention.head_exchange import within
 from sim.model.attention.head_norms import head_norms
+from sim.model.attention.math_core import repeat_slices
 from sim.model.kernels import (
     ROTARY_VISITS,
     cast,
@@ -114,7 +115,13 @@ def _projections(style: Style, names: Sequence[str], source: str) -> tuple[Opera
     sums = elementwise("input_gradient_sum", style.tokens * style.hidden, 3 * width(source), source, 2)
     # under autocast every projection casts its input for itself
     saved = (inputs,) * (3 if source != style.act else 1)
-    return _separate(style, names, features, tokens, source, (*saved, *kept), [sums])
+    operator, parameters = _separate(style, names, features, tokens, source, (*saved, *kept), [sums])
+    own = style.modules == "transformers" and style.positions == "rotary" and not style.cut_heads
+    if own and not (style.stack.fused_rope or style.stack.compile):
+        # what comes of rotary positions has heads in front of tokens (as Hugging Face's Llama runs on tests/driver)
+        laid = _copy(style, "rotary_gradients", style.tokens * (style.query_width + style.kv_width), 2)
+        operator = replace(operator, backward=(laid, *operator.backward))
+    return operator, parameters
 
 
 def _with_bias(style: Style, operator: Operator, outputs: int) -> Operator:
@@ -237,7 +244,7 @@ def _expansion(style: Style) -> Operator:
     forward, backward = (replace(elementwise(name, 2 * rows * style.query_width, e, style.act, 2), bytes=moved)
                          for name in ("expand_kv", "expand_kv_backward"))
     forward = strided(style, forward)
-    return Operator("rotary", (forward,), (backward,))
+    return Operator("rotary", (forward,), (backward, *repeat_slices(style, "memory_bound")))
 
 
 def _head_copies(style: Style) -> Operator:
@@ -276,6 +283,10 @@ def _rotary(style: Style) -> Operator:
         launches = 1 if style.stack.fused_in_place else 2
         forwards = (elementwise("rotary", elements, 2 * e, style.act, launches),)
         backwards = (elementwise("rotary_backward", elements, 2 * e, style.act, launches),)
+    if style.modules == "transformers" and style.stack.rotary_tables and not style.stack.compile:
+        tables = style.stack.rotary_tables
+        made = elementwise("rotary_tables", style.sequence * style.head_dim, 4.0 * tables, "fp32", tables)
+        forwards = (made, *forwards)
     if style.cut_heads and not style.stack.fused_rope:  # cat; two slices that fill a zeroed whole each, and their sum
         joined = strided(style, elementwise("rotary_cat", whole, e + wide, style.act, 2))
         filled = elementwise("rotary_cut_backward", whole, (2 + 3) * e, style.act, 6)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from sim.model.architecture import Operator, Tensor
 from sim.model.attention.core_choice import core_dtype, masked, repeated
-from sim.model.kernels import cast, elementwise, product, strided, width
+from sim.model.kernels import cast, elementwise, product, softmax_gradient, strided, width
 from sim.model.style import Style
 from sim.work import Kernel
 
@@ -29,6 +29,21 @@ def in_math_operator(style: Style) -> Operator:
                 product(b * a, s, d, t, "nn", gemm, wide, category=_CATEGORY),
                 product(b * a, t, d, s, "nt", gemm, wide, category=_CATEGORY), *_returned(style, wide)]
     return Operator("attention", tuple(forward), tuple(backward), saved=tuple(_kept(style, wide)), core=True)
+
+
+def repeat_slices(style: Style, category: str = _CATEGORY) -> list[Kernel]:
+    """Gradients of keys and values through the slices of repeat_kv (`x[:, :, None, :, :]`), four of whole dimensions:
+    each fills a whole with zeros and copies the gradient into it. `:` is a slice to autograd, since its end is no
+    dimension's. What comes has heads in front of tokens, so the values' projection copies it.
+
+    Source: transformers 4.40.2 to 4.50.3 modeling_llama.py, repeat_kv, run on torch 2.3.1 and 2.6.0 (tests/driver).
+    """
+    if style.modules != "transformers" or style.stack.compile or style.joint_qkv == "groups":
+        return []
+    pair = 2 * style.batch * style.keys * style.kv_width
+    e = width(style.act)
+    return [elementwise("repeat_kv_slices", pair, 4 * (1 + 2) * e, style.act, 2 * 4 * 2, category),
+            strided(style, elementwise("value_gradient_copy", pair // 2, 2 * e, style.act, 1, category))]
 
 
 def _elements(style: Style) -> tuple[int, int]:
@@ -58,6 +73,7 @@ def _returned(style: Style, wide: str) -> list[Kernel]:
     if repeated(style):
         copied = 2 * style.batch * style.keys * style.query_width
         found.insert(0, elementwise("repeat_kv_backward", copied, 2 * w, wide, 2, _CATEGORY))
+        found += repeat_slices(style)
     if wide != style.act:
         found.append(elementwise("math_casts_backward", queries + pair, w + width(style.act), wide, 3, _CATEGORY))
     return found
@@ -72,7 +88,8 @@ def _scores(style: Style, wide: str) -> tuple[list[Kernel], list[Kernel]]:
     forward = [mask] if style.causal or masked(style) else []
     forward += [Kernel("softmax", wide, (rows, style.keys), "forward", 0.0, elements * 2.0 * w, _CATEGORY),
                 elementwise("safe_softmax", elements, 3 * w + 2, wide, 3, _CATEGORY)]
-    backward = [Kernel("softmax", wide, (rows, style.keys), "backward", 0.0, elements * 3.0 * w, _CATEGORY)]
+    backward = [softmax_gradient(wide, elements, _CATEGORY),
+                Kernel("softmax", wide, (rows, style.keys), "backward", 0.0, elements * 3.0 * w, _CATEGORY)]
     if style.dropout:
         forward.append(elementwise("attention_dropout", elements, 2 * w + 1, wide, 1, _CATEGORY))
         backward.insert(0, elementwise("attention_dropout_backward", elements, 2 * w + 1, wide, 1, _CATEGORY))

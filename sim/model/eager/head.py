@@ -15,6 +15,7 @@ from sim.model.eager.tensors.autograd import Gradients, Run, Tensor
 from sim.model.eager.tensors.storage import ACTIVATIONS, LOGITS, Storage
 from sim.model.kernels import width
 from sim.model.layers.chunked import by_position, parts_of
+from sim.model.layers.head import shifts_logits
 from sim.model.style import Style
 
 
@@ -60,6 +61,8 @@ def _predicted(run: Run, style: Style, x: Tensor, depth: int = 0) -> Tensor:
     if style.modules != "transformers":
         del x  # Hugging Face's model output holds it until the loss is there
     run.at("loss")
+    if shifts_logits(style) and style.widens_logits and not style.stack.narrow_logits_stay:
+        logits = op.to(run, logits, "fp32")
     if style.stack.loss == "vocab_parallel" and not style.stack.loss_overwrites:
         logits = op.to(run, logits, "fp32")
         return _in_place(run, Tensor(run.new(logits.elements, "fp32"), logits.elements, "fp32", logits.sink))
@@ -145,7 +148,8 @@ def loss(run: Run, style: Style, logits: Tensor, rows: int) -> Tensor:
     wide = op.to(run, logits, "fp32") if style.widens_logits else logits
     if splits_loss(style):
         return _split(run, wide)
-    scores = op.softmax(run, wide, wide.dtype)
+    cut = _cut(run, style, wide)
+    scores = op.softmax(run, cut, wide.dtype)
     return _nll(run, op.to(run, scores, "fp32") if run.autocast else scores, labels)
 
 
@@ -192,11 +196,24 @@ def _split(run: Run, logits: Tensor) -> Tensor:
     return Tensor(run.new(1, "fp32"), 1, "fp32", node.output())
 
 
+def _cut(run: Run, style: Style, logits: Tensor) -> Tensor:
+    """Logits without each sequence's last: a copy, of a single sequence a view; backward a whole for each slice."""
+    if not shifts_logits(style):
+        return logits
+    whole, dtype, left = logits.elements, logits.dtype, logits.elements // style.sequence * (style.sequence - 1)
+    rows = run.node(lambda run, _: [run.new(whole, dtype)], (logits.sink,))
+    cols = run.node(lambda run, _: [run.new(left, dtype)], (rows.output(),))
+    cut = Tensor(logits.storage, left, dtype, cols.output())
+    return op.clone(run, cut, style.batch > 1)
+
+
 def _shifted(run: Run, style: Style) -> list[Storage]:
-    """Hugging Face's labels of a decoder, padded to be shifted; of several sequences the shifted ones are a copy, of
-    one a view (transformers loss/loss_utils.py, ForCausalLMLoss)."""
+    """Hugging Face's labels of a decoder, padded to be shifted unless logits are cut; of several sequences the shifted
+    ones are a copy, of one a view (transformers loss/loss_utils.py, ForCausalLMLoss)."""
     if style.modules != "transformers" or style.kind != "decoder":
         return []
+    if shifts_logits(style):
+        return [run.new(style.batch * (style.sequence - 1), "fp64")] if style.batch > 1 else []
     padded = run.new(style.batch * (style.sequence + 1), "fp64")
     return [padded, run.new(style.batch * style.sequence, "fp64")] if style.batch > 1 else [padded]
 

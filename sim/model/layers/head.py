@@ -7,7 +7,7 @@ from functools import partial
 
 from sim.model.architecture import Joint, Layer, Operator, Parameter, Tensor
 from sim.model.compiled import compiles_loss, splits_loss
-from sim.model.kernels import cast, elementwise, joint, linear_operator, softcap, strided_chain, width
+from sim.model.kernels import cast, elementwise, joint, linear_operator, softcap, strided, strided_chain, width
 from sim.model.layers.chunked import Ways, chunked_cut, chunked_forward, chunked_gathered, chunked_kept
 from sim.model.layers.norms import norm_operator
 from sim.model.style import Style
@@ -71,6 +71,7 @@ def loss_operator(style: Style, rows: int) -> Operator:
         forward, backward, saved = _vocab_parallel(style, rows)
     else:
         forward, backward, saved = plain_loss(style, rows, upcast=_upcast(style))
+        forward, backward = _shifted(style, rows, forward, backward)
     cut = Joint("vocabulary_loss", rows, "fp32") if style.tensor > 1 else None
     return Operator("loss", (*forward, *metrics), tuple(backward), saved=saved, joint=cut)
 
@@ -119,6 +120,35 @@ def plain_loss(style: Style, rows: int, *, upcast: bool) -> Ways:
         forward.insert(0, cast("logits_cast", elements, style.act, dtype))
         backward.append(cast("logits_gradient_cast", elements, dtype, style.act))
     return forward, backward, (Tensor("log_softmax", elements, dtype),)
+
+
+def shifts_logits(style: Style) -> bool:
+    """Whether logits are cut by a token in front of a loss in operators (Hugging Face's decoders')."""
+    own = style.modules == "transformers" and style.kind == "decoder" and not style.stack.loss_compiled
+    return own and style.tensor == 1 and style.stack.loss == "plain" and style.stack.shifts_logits
+
+
+def _shifted(
+    style: Style, rows: int, forward: list[Kernel], backward: list[Kernel],
+) -> tuple[list[Kernel], list[Kernel]]:
+    """The kernels of a loss whose logits are cut by a token: `logits[..., :-1, :].contiguous()`, which copies nothing
+    of a single sequence. Backward both slices (`:-1` and `:`) fill a whole with zeros and copy the gradient into it.
+
+    Source: transformers 4.40.2 and 4.46.3 run on torch 2.3.1 and 2.6.0 (tests/driver); aten/src/ATen/native/
+    TensorShape.cpp, slice_backward.
+    """
+    if not shifts_logits(style):
+        return forward, backward
+    e, elements = width("fp32" if style.widens_logits else style.act), rows * style.vocab
+    casts = [k for k in forward if k.variant == "logits_cast"]
+    behind = [k for k in backward if k.variant == "logits_gradient_cast"]
+    copied = [strided(style, elementwise("shifted_logits", elements, 2 * e, style.act))] if style.batch > 1 else []
+    made = [elementwise("shifted_logits_backward", elements, 4 * e, style.act, 3),
+            strided(style, elementwise("shifted_logits_backward", elements, 2 * e, style.act))]
+    if not style.widens_logits:  # autocast casts behind the copy
+        return [*copied, *forward], [*backward, *made]
+    return ([*casts, *copied, *(k for k in forward if k not in casts)],
+            [*(k for k in backward if k not in behind), *made, *behind])
 
 
 def log_softmax(rows: int, cols: int, dtype: str) -> Kernel:

@@ -27,7 +27,7 @@ def compare_exact(case: Case) -> Record:
     from sim.scenario import resolve
 
     scenario = resolve(case.given, case.path, case.sets, Path(case.path).parent)
-    lowered = lower(scenario)
+    lowered = lower(scenario, kernel_buffers=False)
     if case.kind == "oracle-memory":
         from sim.validation.cases import oracle_memory
 

@@ -322,6 +322,12 @@ def softmax(run: Run, x: Tensor, dtype: str, in_place: bool = False) -> Tensor:
     return out
 
 
+def softmax_of_scores(run: Run, x: Tensor, dtype: str, buffer: bool) -> Tensor:
+    """Softmax whose backward makes the output's product with its gradient beside the result: `buffer`, which fake
+    tensors do not show (`sim.model.kernels.softmax_gradient`)."""
+    return unary(run, to(run, x, dtype), saves_output=True, temporaries=int(buffer))
+
+
 def expanded(run: Run, x: Tensor, copies: int) -> Tensor:
     """A view that repeats a tensor; its gradient is summed over the copies."""
     elements, dtype = x.elements, x.dtype
