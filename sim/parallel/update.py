@@ -130,6 +130,9 @@ def _stepped(plan: Plan, section: SectionBuilder, numel: int, tensors: int, larg
         lists = optimizer_temporary_lists(training.precision, optimizer)
         made = [blocks(width * size) for width in lists for size in pieces]
         temporary, plan.builder.tensors[TEMPORARIES] = sum(made), made
+    elif temporary and tensors == 1:
+        copied = round(copied_gradient_bytes(numel, training.precision))
+        plan.builder.tensors[TEMPORARIES] = [size for size in (copied, temporary - copied) if size]
     if temporary:
         section.allocate(TEMPORARIES, temporary, "workspace")
     task = section.kernels(COMPUTE, plan.compute.own(kernels), label, joins=joins)
