@@ -15,7 +15,8 @@ Parameters below the persistence threshold are whole at all times and are not in
 What is looked up in (embeddings) is not let go of by backward: a module's backward is over when a function around its
 inputs runs, and inputs that need no gradient have none (`parameter_offload.py`, _post_backward_module_hook; before
 0.10 in `stage3.py`). It stays until the optimizer steps, which lets everything go and counts it off what is there
-after that count has been set to zero (`reset_step`, `release_and_reset_all`): `Kept`.
+after that count has been set to zero (`reset_step`, `release_and_reset_all`): `Kept`. A tied embedding that a module
+around all others reads by itself is that module's external parameter, and it has that module's hooks to wait for.
 """
 
 from __future__ import annotations
@@ -52,11 +53,13 @@ class Kept:
         counted_off: elements that were let go of after the count was set to zero.
         there: parameters that are whole and not counted.
         stay: parameters that backward does not let go of.
+        lasting: those of them that forward does not let go of either.
     """
 
     counted_off: int = 0
     there: frozenset[Hashable] = frozenset()
     stay: frozenset[Hashable] = frozenset()
+    lasting: frozenset[Hashable] = frozenset()
 
 
 NOTHING_KEPT = Kept()
@@ -109,7 +112,7 @@ def streamed(trace: Sequence[Sequence[Wanted]], limits: Limits, kept: Kept = NOT
                 coming += numel
         live += coming
         release = tuple(w for w in use if seen.get(w[0], -1) <= step and not later.reused(step, w, limits.reuse)
-                        and not (w[0] in kept.stay and later.last(step, w)))
+                        and w[0] not in kept.lasting and not (w[0] in kept.stay and later.last(step, w)))
         held.difference_update(name for name, _ in release)
         live -= sum(numel for _, numel in release)
         decisions.append(Decision(fetch, tuple(ahead), release))

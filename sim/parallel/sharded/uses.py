@@ -91,6 +91,13 @@ class Uses:
                 for (name, numel), p in zip(use.wanted, use.part.parameters, strict=True)
                 if not isinstance(p, Frozen)} if self.fetching else {}
 
+    def read_outside(self, stack: Sequence[Layer]) -> frozenset[Hashable]:
+        """Those that Megatron's language model reads for its head beside their module (model/gpt_model.py,
+        parallel_lm_logits of word_embeddings_weight(); partition_parameters.py, register_external_parameter)."""
+        shared = {p.name for layer in stack for p in layer.shared}
+        return frozenset(name for name in self.looked_up(stack) if isinstance(name, tuple) and name[1] in shared
+                         and self.plan.stack.modules == "megatron")
+
     def modules(self, stack: Sequence[Layer]) -> list[tuple[int, int]]:
         """Modules without split parameters that hooks see in front of what each use needs, and behind it: a block
         itself, at the beginning of each direction, and what owns small parameters alone (norms). Those without

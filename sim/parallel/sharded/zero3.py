@@ -111,8 +111,9 @@ class Zero3(Zero3Held):
             return
         modules = self.uses.modules(stack)
         counted_off = sum(self.looked_up.values()) + sum(self.resident) if self.looked_up else 0
-        self.decisions = (met(trace, modules, Limits(), Kept(counted_off, stay=stay)),
-                          met(trace, modules, Limits(), Kept(there=stay, stay=stay)))
+        kept = Kept(counted_off, stay=stay, lasting=self.uses.read_outside(stack))
+        self.decisions = (met(trace, modules, Limits(), kept),
+                          met(trace, modules, Limits(), replace(kept, counted_off=0, there=stay)))
 
     # ------------------------------------------------------------------------------------------- one micro-step
     def micro_step(self, section: SectionBuilder, micro: MicroStep) -> None:
