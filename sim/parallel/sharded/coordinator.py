@@ -191,7 +191,3 @@ class _Later:
         uses = self._uses[wanted[0]]
         at = bisect_right(uses, step)
         return at < len(uses) and self._before[uses[at]] - self._before[step + 1] < distance
-
-
-#: By the fact `parameter_coordinator` of the software profiles.
-COORDINATORS = {"streamed": streamed, "blocking": blocking}

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 import sim
 from sim.parallel import lower
-from sim.parallel.sharded.coordinator import COORDINATORS, Decision, Kept, Limits, Wanted, met
+from sim.parallel.sharded.coordinator import Decision, Kept, Limits, Wanted, blocking, met, streamed
 from sim.parallel.sharded.submodules import submodules
 from sim.program import Kind, Program
 from sim.scenario import resolve
 
+COORDINATORS = {"streamed": streamed, "blocking": blocking}
 A, B, C, D = ("a", 100), ("b", 10), ("c", 100), ("d", 100)
 #: Forward and backward of two modules each with one parameter, no recomputation.
 THERE_AND_BACK = [[A], [C], [C], [A]]
