@@ -44,7 +44,7 @@ def update(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joins:
     """
     precision, offload = plan.scenario.training.precision, plan.offload
     if offload.moves_optimizer and not offload.hybrid:
-        return offload.update(section, numel, tensors, _met(plan, section, joins), back_bytes)
+        return offload.update(section, numel, tensors, _met(plan, section, joins, ranks), back_bytes)
     if plan.scenario.training.optimizer != "none":
         joins = _prepared(plan, section, numel, tensors, joins, ranks)
         joins = _clipped(plan, section, clipped or numel, tensors, joins, ranks)
@@ -144,6 +144,9 @@ def _stepped(plan: Plan, section: SectionBuilder, numel: int, tensors: int, larg
         lists = optimizer_temporary_lists(training.precision, optimizer)
         made = [blocks(width * size) for width in lists for size in pieces]
         temporary, plan.builder.tensors[TEMPORARIES] = sum(made), made
+    elif temporary and tensors == 1:
+        copied = round(copied_gradient_bytes(numel, training.precision))
+        plan.builder.tensors[TEMPORARIES] = [size for size in (copied, temporary - copied) if size]
     if temporary:
         section.allocate(TEMPORARIES, temporary, "workspace")
     task = section.kernels(COMPUTE, plan.compute.own(kernels), label, joins=joins)
@@ -176,14 +179,21 @@ def sums_in_master(plan: Plan) -> bool:
     return copied and stack.sums_in_master and stack.gradient_path == "reducer"
 
 
-def _met(plan: Plan, section: SectionBuilder, joins: Sequence[int]) -> Sequence[int]:
-    """Streams an optimizer on the CPU waits for: where ranks of other stages have a share in the gradient norm, which
-    decides how much is clipped, the sum of all shares too."""
-    if not plan.stack.clip_gradients or "model" not in plan.norm_groups:
+def _met(plan: Plan, section: SectionBuilder, joins: Sequence[int], ranks: str | None) -> Sequence[int]:
+    """Streams an optimizer on the CPU waits for: the sum of all shares in the gradient norm too, which decides how much
+    is clipped, where ranks of other stages have one, and of DeepSpeed's the other `ranks` (stage_1_and_2.py, stage3.py:
+    complete_grad_norm_calculation_for_cpu_offload)."""
+    groups = [ranks] if ranks is not None and plan.stack.gradient_path == "ipg" else []
+    groups = [group for group in (*groups, *(name for name in plan.norm_groups if name == "model"))
+              if len(plan.groups[group][0]) > 1 or group == "model"]
+    if not plan.stack.clip_gradients or not groups:
         return joins
     label = Label("optimizer", "optimizer", "gradient norm")
-    call = collective(plan, "all_reduce", 4, "fp32", "model")
-    section.collective(1, call, plan.stack.host_collective_s, label, joins=(*joins, COMPUTE))
+    waits: tuple[int, ...] = ()
+    for group in groups:
+        call = collective(plan, "all_reduce", 4, "fp32", group)
+        waits = (section.collective(1, call, plan.stack.host_collective_s, label, waits,
+                                    () if waits else (*joins, COMPUTE)),)
     return tuple(dict.fromkeys((*joins, 1)))
 
 

@@ -20,7 +20,8 @@ from sim.scenario import Scenario, resolve
 def scenario(framework: str = "megatron", pipeline: int = 1, offload: dict[str, Any] | None = None, year: int = 2025,
              strategy: str = "zero1", micro_steps: int = 4, **more: Any) -> Scenario:
     places = {"optimizer": "cpu"} if offload is None else offload
-    parallel = {"strategy": strategy, "pipeline": pipeline, "offload": places}
+    # DeepSpeed's bucket has its size however small the model is
+    parallel = {"strategy": strategy, "pipeline": pipeline, "offload": places, "bucket_mb": 1}
     return resolve({
         "name": "x", "cluster": {"topology": "dgx-a100-80g", "nodes": 1},
         "model": {"kind": "decoder", "layers": 8, "hidden": 512, "heads": 8, "vocab": 4096, "tied_embeddings": False},

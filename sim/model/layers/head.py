@@ -124,7 +124,7 @@ def plain_loss(style: Style, rows: int, *, upcast: bool) -> Ways:
 
 def shifts_logits(style: Style) -> bool:
     """Whether logits are cut by a token in front of a loss in operators (Hugging Face's decoders')."""
-    own = style.modules == "transformers" and style.kind == "decoder" and not style.stack.loss_compiled
+    own = style.modules == "transformers" and style.kind == "decoder" and not compiles_loss(style)
     return own and style.tensor == 1 and style.stack.loss == "plain" and style.stack.shifts_logits
 
 

@@ -16,8 +16,10 @@ from sim.model import gradient_dtype
 from sim.model.architecture import Layer, Parameter
 from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
+from sim.parallel.construction import FLATTENED
 from sim.parallel.data.buckets import Bucket
 from sim.parallel.data.by_rank import gather_by_rank
+from sim.parallel.data.contiguous import Contiguous
 from sim.parallel.data.gathers import Gathers
 from sim.parallel.data.held import Held
 from sim.parallel.data.partition import gather_parameters, look_through
@@ -56,6 +58,8 @@ class Bucketed(Held):
         self.gradients: dict[int, int] = {}  # bytes that layers have left behind, by position
         self.gathers = Gathers(plan, [bucket for bucket in reduction.buckets if plan.shards(bucket.group) > 1])
         self.numbers = {id(bucket): number for number, bucket in enumerate(reduction.buckets)}
+        self.contiguous = Contiguous(plan, reduction.buckets, NCCL, copies=reduction.copied,
+                                     keeps=reduction.contiguous and not self.hands_over)
         self.cuts: dict[int, list[tuple[int, list[Bucket]]]] = {}
         for bucket in reduction.buckets:
             at = self.cuts.setdefault(bucket.position, [])
@@ -82,7 +86,7 @@ class Bucketed(Held):
     def backward(self, section: SectionBuilder, micro: MicroStep, memory: Activations) -> None:
         """Backward of all layers, with every complete bucket on its way."""
         stack = self.plan.model(micro.batch).stack
-        if micro.reduce and not self.reduction.behind:
+        if self.opens(micro):
             self.open_buckets(section)
         late: list[Bucket] = []
         for position in range(len(stack) - 1, -1, -1):
@@ -91,11 +95,19 @@ class Bucketed(Held):
             if self.at_once and stack[position].parameters:
                 update_in_backward(self.plan, section, self.plan.architecture.names[position],
                                    [p.numel for p in stack[position].parameters])
-            if self.reduction.gradient_shards > 1 and micro.first and not self.offload.moves_optimizer:
+            if self.reduction.gradient_shards > 1 and micro.first and not (
+                    self.offload.moves_optimizer or self.reduction.contiguous):
                 self.shard(section, position, stack[position])
             if micro.reduce and self.reduction.views and not self.keeps_gradients(micro):
                 self.drop_gradients(section, position)
         self.backward_done(section, micro, late)
+
+    def opens(self, micro: MicroStep) -> bool:
+        """Whether buckets are there from the beginning of a backward. Contiguous ones are made in every backward; those
+        of whole gradients last until the reduction, beside the forwards between."""
+        if self.reduction.contiguous:
+            return micro.first or self.plan.micro_steps[0].reduce
+        return micro.reduce and not self.reduction.behind
 
     def leave(self, position: int, size_bytes: int) -> None:
         """Gradients that a layer leaves behind."""
@@ -106,9 +118,13 @@ class Bucketed(Held):
         if self.reduction.narrow:
             for position in range(len(self.plan.architecture.stack)):
                 self.drop_gradients(section, position)
-        if micro.reduce and self.reduction.behind:
+        if micro.reduce and self.reduction.behind and not self.reduction.contiguous:
             self.open_buckets(section)
+        done = 0
         for bucket in late:
+            done += bucket.numel
+            if self.reduction.contiguous:
+                self.drop_until(section, done)
             self.reduce(section, bucket, (), micro)
         if micro.reduce:
             self.finish(section)
@@ -128,7 +144,7 @@ class Bucketed(Held):
 
     def layer_backward(self, section: SectionBuilder, position: int, layer: Layer, micro: MicroStep) -> list[Bucket]:
         """Backward of one layer, cut where buckets complete; returns buckets that wait for the end of backward."""
-        overlap = self.overlaps
+        overlap = self.overlaps or self.in_line
         complete = self.cuts.get(position, []) if micro.reduce and self.completes else []
         cuts = tuple(operator for operator, _ in complete) if overlap else ()
         parts = self.plan.compute.backward_parts(layer, self.plan.policy(position), cuts, self.own_copies(micro))
@@ -136,7 +152,8 @@ class Bucketed(Held):
         label = Label(name, "backward", layer.kind)
         late: list[Bucket] = []
         for number, part in enumerate(parts):
-            task = section.kernels(COMPUTE, part, label) if part >= 0 else None
+            joins = (NCCL,) if self.in_line else ()
+            task = section.kernels(COMPUTE, part, label, joins=joins) if part >= 0 else None
             if number < len(cuts):
                 for bucket in complete[number][1]:
                     self.reduce(section, bucket, () if task is None else (task,), micro)
@@ -147,7 +164,10 @@ class Bucketed(Held):
     def reduce(self, section: SectionBuilder, bucket: Bucket, waits: Sequence[int],
                micro: MicroStep | None = None) -> None:
         """Launch one bucket; an offloading optimizer's part of it goes on to the host in every micro-step."""
+        self.contiguous.summed(section, bucket, True)
         task = self.launch(section, bucket, waits) if self.reduces and self.ranks(bucket) else None
+        self.contiguous.summed(section, bucket, False)
+        self.contiguous.reduced(section, bucket, micro)
         if self.hands_over and micro is not None:
             self.store(section, bucket, waits if task is None else (task,), micro)
 
@@ -159,16 +179,24 @@ class Bucketed(Held):
         label = Label(f"bucket{self.numbers[id(bucket)]}", "backward", "partition")
         single = len(self.plan.micro_steps) == 1 or self.reduction.behind
         size = round(numel * (self.offload.state_widths()["gradients"] if single else self.width))
-        # parameter by parameter: each cast on the device just before its copy
-        whole = max((p.numel for layer in self.plan.architecture.stack for p in layer.parameters), default=0)
-        temporary = round(size * min(1.0, whole / bucket.numel))
-        section.allocate("gradient partition", temporary, "gradients", NCCL)
+        temporary, stream = self.handed_over_bytes(bucket, size)
+        section.allocate("gradient on its way", temporary, "gradients", stream)
         joins = () if waits else (COMPUTE,)
         if not micro.first and self.plan.micro_steps[0].reduce:
             earlier = self.offload.fetch(section, numel * self.width, label, waits, joins, place="cpu")
             waits, joins = (*waits, earlier), ()
         self.offload.store(section, size, label, waits, joins)
-        section.free("gradient partition", temporary, "gradients", NCCL)
+        section.free("gradient on its way", temporary, "gradients", stream)
+
+    def handed_over_bytes(self, bucket: Bucket, size: int) -> tuple[int, int]:
+        """What is made for a moment of each gradient on its way to the host, and in which stream's memory: one at a
+        time a copy in fp32, and where buckets are contiguous one in fp64 before it, for its norm, of all that a rank
+        has of it (stage_1_and_2.py, copy_grads_in_partition: set_norm_for_param_grad_in_gpu)."""
+        whole = max((p.numel for layer in self.plan.architecture.stack for p in layer.parameters), default=0)
+        if not self.reduction.contiguous:
+            return round(size * min(1.0, whole / bucket.numel)), NCCL
+        piece = min(whole, bucket.numel, self.plan.share(True))
+        return round(piece * DTYPE_BYTES["fp64"]), NCCL if self.plan.scenario.parallel.overlap else COMPUTE
 
     def launch(self, section: SectionBuilder, bucket: Bucket, waits: Sequence[int]) -> int:
         """The reduction of one bucket."""
@@ -211,7 +239,8 @@ class Bucketed(Held):
                             joins=(NCCL,))
         if self.reduction.transient and self.reduction.buffer_bytes:
             section.free("gradient buckets", round(self.reduction.buffer_bytes), "buffers")
-        if self.reduction.flattened and not self.sums_wide:
+        self.contiguous.over(section)
+        if self.reduction.flattened and not self.sums_wide and not self.reduction.contiguous:
             self.keep_part(section)
 
     def keep_part(self, section: SectionBuilder) -> None:
@@ -227,6 +256,20 @@ class Bucketed(Held):
         """Bucket buffers that live only while gradients are reduced."""
         if self.reduction.transient and self.reduction.buffer_bytes:
             section.allocate("gradient buckets", round(self.reduction.buffer_bytes), "buffers")
+
+    def drop_until(self, section: SectionBuilder, elements: int) -> None:
+        """Gradients that have been copied into buckets go: as many as the layers at the end of the stack have."""
+        for position in sorted(self.gradients, reverse=True):
+            elements -= self.plan.architecture.stack[position].numel
+            if elements < 0:
+                return
+            self.drop_gradients(section, position)
+
+    @property
+    def in_line(self) -> bool:
+        """Whether buckets are reduced as soon as they fill, in line with the kernels (DeepSpeed's hooks of ZeRO-2
+        without overlap_comm: `reduction_stream` is the current one)."""
+        return self.reduction.contiguous and not self.reduction.behind and not self.plan.scenario.parallel.overlap
 
     @property
     def overlaps(self) -> bool:
@@ -284,6 +327,9 @@ class Bucketed(Held):
         tensors = sum(len(layer.parameters) for layer in architecture.stack)
         numel = self.plan.share(self.reduction.shards > 1)
         split = self.reduction.gradient_shards > 1
+        # one tensor a rank: DeepSpeed's partition, whose norm is summed over ranks (stage_1_and_2.py,
+        # get_grad_norm_direct)
+        flat_states = split or (self.reduction.shards > 1 and self.storage == FLATTENED)
         largest = max((p.numel for layer in architecture.stack for p in layer.parameters), default=0)
         shared = shares(self.plan, self.reduction.dealt).slowest if is_muon(self.plan) else None
         if shared is not None:
@@ -295,17 +341,24 @@ class Bucketed(Held):
             look_through(section, min(largest, numel))
             section.allocate("flattened gradients", flat, "workspace")
         whole = self.reduction.shards == 1 and not split  # tensors as the model has them
+        back = self.offload.state_widths()["gradients"]
+        copied = round(numel * back) if self.hands_over and self.reduction.contiguous else 0
+        if copied:  # stage_1_and_2.py, step: fp32_partition.to(device), of which the half partition is made
+            section.allocate("updated masters", copied, "workspace")
         # of a part each, the norm is all ranks' (megatron-core 0.8.0 optimizer/clip_grads.py, get_grad_norm_fp32)
-        parted = split or self.reduction.dealt or (self.reduction.shards > 1 and not self.reduction.norm_of_all)
-        task = update(self.plan, section, numel, 1 if split else tensors, (NCCL,) if self.reduces else (),
-                      "data" if parted else None, 0 if split else min(largest, numel),
-                      self.offload.state_widths()["gradients"],
+        parted = flat_states or self.reduction.dealt or (self.reduction.shards > 1 and not self.reduction.norm_of_all)
+        task = update(self.plan, section, numel, 1 if flat_states else tensors, (NCCL,) if self.reduces else (),
+                      "data" if parted else None,
+                      0 if flat_states else min(largest, numel), back,
                       architecture.parameters if self.reduction.norm_of_all else 0,
                       [p.numel for layer in architecture.stack for p in layer.parameters] if whole else (), shared)
+        if copied:
+            section.free("updated masters", copied, "workspace")
         if flat:
             section.free("flattened gradients", flat, "workspace")
         for position in range(len(architecture.stack) - 1, -1, -1):
             self.drop_gradients(section, position)
+        self.contiguous.updated(section)
         if self.reduction.dealt and self.reduces:
             gather_dealt(self.plan, section, task)
         elif self.reduction.by_rank and self.reduces:

@@ -146,12 +146,18 @@ class Held:
             builder.construction["master_parameters"] = widened([ceil(n * width / DTYPE_BYTES[self.precision.master])
                                                                  for n in master], master)
         early = stack.states_made_first or not (split or self.sums_wide)
+        zeros = 0 if self.sums_wide or not master else sum(master)  # wide sums are there already
         if states and master and early and not self.offload.pages_optimizer:
-            zeros = 0 if self.sums_wide else sum(master)  # sums are there already
             builder.construction["optimizer_states"] = stepped(zeros, states)
+        elif master and split and zeros:  # zero gradients are made all the same (initialize_optimizer_states)
+            made = builder.construction["master_parameters"]
+            builder.construction["master_parameters"] = (*made, (len(made), zeros), (len(made), 0))
 
     def host_states(self, numel: int) -> None:
         """Host memory of an offloading optimizer; accumulated gradients have a pinned buffer in the model's dtype."""
         self.offload.hold_optimizer(numel)
+        if self.reduction.contiguous:  # stage_1_and_2.py: temp_grad_buffer_for_gpu_offload
+            largest = max((p.numel for layer in self.plan.architecture.stack for p in layer.parameters), default=0)
+            self.plan.resident("offloaded gradient", largest * self.width_of_parameters, "buffers")
         if self.plan.scenario.micro_steps > 1 and not self.offload.hybrid:
             self.offload.hold("accumulated gradients", numel * self.width, "gradients", pinned=True)

@@ -29,7 +29,7 @@ def look_through(section: SectionBuilder, largest: int) -> None:
 
 
 def gather_parameters(plan: Plan, section: SectionBuilder, limit: int, listed: bool, updated: int) -> None:
-    """All-gather of parameters in chunks, after the optimizer and exposed.
+    """All-gather of parameters, after the optimizer and exposed: in one call, or in chunks where they are listed.
 
     Args:
         limit: elements of a chunk.
@@ -56,8 +56,9 @@ def gather_parameters(plan: Plan, section: SectionBuilder, limit: int, listed: b
 
 
 def _chunks(numel: int, limit: int, listed: bool) -> list[float]:
-    """Elements of each gather: of lists as many as whole chunks fit, all alike."""
+    """Elements of each gather: of lists as many as whole chunks fit, all alike; else all in one (DeepSpeed runtime/
+    utils.py, all_gather_into_tensor_dp_groups)."""
     if listed:
         count = max(1, numel // limit)
         return [numel / count] * count
-    return [float(min(limit, numel - begin)) for begin in range(0, numel, limit)]
+    return [float(numel)]

@@ -48,6 +48,8 @@ class Reduction:
             they are not, or by `gather_elements`.
         chunkwise: a chunk's buckets are reduced behind its last backward, not beside it.
         prepared: bytes moved per gradient element just before its bucket is reduced.
+        contiguous: gradients are copied into buffers that are made in every backward (`sim.parallel.data.contiguous`).
+        copied: a bucket that several ranks have parts of is summed in a copy.
         dealt: `shards` ranks update whole parameters that are dealt out to them (`sim.parallel.muon`), and gather all.
     """
 
@@ -71,6 +73,8 @@ class Reduction:
     gathers: str = ""
     chunkwise: bool = False
     prepared: float = 0.0
+    contiguous: bool = False
+    copied: bool = False
     dealt: bool = False
 
 
@@ -146,14 +150,16 @@ def deepspeed(plan: Plan, stage: int) -> Reduction:
             copy_out=2 * (own + width) + 2 * width, buffer_bytes=min(flat, parameters) * width, transient=True,
             gather_elements=DEEPSPEED_BUCKET if stage else 0, resident_gradients=False, behind=True,
             flattened=stage == 1, listed=plan.stack.listed_gathers)
-    buffers, kind = 2 if plan.scenario.parallel.overlap else 1, plan.stack.partition_reduction
+    overlap, alone = plan.scenario.parallel.overlap, plan.scenario.parallel.pipeline == 1
+    buffers, kind = 2 if overlap else 1, plan.stack.partition_reduction
     divided, flattened = 2 * width, 2 * width if kind == "all_reduce" else 0
     return Reduction(
         buckets=buckets, kind="all_reduce" if wide else kind, shards=plan.shards(),
         gradient_shards=plan.shards() if stage == 2 else 1, copy_in=own + width, copy_out=0.0,
-        buffer_bytes=buffers * min(full, parameters) * width, transient=True, gather_elements=DEEPSPEED_BUCKET,
-        resident_gradients=False, behind=stage == 1 and not plan.scenario.parallel.overlap, flattened=stage == 1,
-        listed=plan.stack.listed_gathers, prepared=divided + flattened)
+        buffer_bytes=buffers * full * width, transient=True, gather_elements=DEEPSPEED_BUCKET,
+        resident_gradients=False, views=stage == 1 and overlap and alone, behind=stage == 1 and not overlap,
+        flattened=stage == 1, listed=plan.stack.listed_gathers, prepared=divided + flattened,
+        contiguous=alone, copied=kind == "all_reduce" and not wide)
 
 
 def deepspeed_stage(plan: Plan) -> Reduction:
@@ -165,14 +171,15 @@ def deepspeed_stage(plan: Plan) -> Reduction:
     reduce_gradients(pipeline_parallel), one buffer of reduce_bucket_size; reduce_ipg_grads, copy_grads_in_partition;
     runtime/engine.py: no overlap with a PipelineModule.
     """
-    parameters, precision = plan.architecture.parameters, plan.scenario.training.precision
+    precision = plan.scenario.training.precision
     width, own = DTYPE_BYTES[precision.reduce], DTYPE_BYTES[precision.gradients]
     limit = bucket_elements(plan.scenario.parallel, width, DEEPSPEED_BUCKET)
     buckets = apart(lambda routed, group: fill_before(plan.architecture, limit, routed, group), _spread(plan))
     return Reduction(
         buckets=buckets, kind=plan.stack.partition_reduction, shards=plan.shards(), gradient_shards=1, copy_in=0.0,
-        copy_out=own + width, buffer_bytes=min(limit, parameters) * width, transient=True,
+        copy_out=own + width, buffer_bytes=limit * width, transient=True,
         gather_elements=DEEPSPEED_BUCKET, resident_gradients=False, behind=True, listed=plan.stack.listed_gathers,
+        copied=plan.stack.partition_reduction == "all_reduce",
         prepared=2 * width if plan.stack.partition_reduction == "reduce" else 4 * width)
 
 

@@ -11,7 +11,6 @@ from typing import Protocol
 
 from sim.model.architecture import Layer, Operator
 from sim.model.inference.rank import Rank
-from sim.parallel.sharded.coordinator import COORDINATORS, Limits
 from sim.parallel.sharded.fsdp2 import Fsdp2
 from sim.parallel.sharded.units import Unit
 from sim.parallel.sharded.uses import Use, Uses
@@ -129,8 +128,8 @@ class ServedZero3(Zero3):
         super().__init__(plan)
         self.made = segments
         self.uses = _Forwards(plan, self.fetching)
-        trace = [use.wanted for use in self.uses.of(plan.architecture.stack)]
-        self.decisions = COORDINATORS[plan.stack.parameter_coordinator](trace, Limits())
+        self.looked_up = {}  # no backward leaves anything whole
+        self.decide()
 
     def weights(self) -> None:
         """This rank's partitions, on the GPU or outside, and small parameters whole."""

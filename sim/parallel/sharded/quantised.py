@@ -19,13 +19,14 @@ csrc/quantization/*.cu, pt_binding.cpp; Wang et al. 2023, arXiv 2306.10209, sect
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from sim.errors import Fault, UserError
 from sim.model.architecture import Parameter
 from sim.parallel.compute import traffic_kernel
+from sim.parallel.sharded.arrivals import tensor_of
 from sim.parallel.sharded.coordinator import Wanted
 from sim.parallel.step import COMPUTE, Plan, blocks, collective
 from sim.program import Label, SectionBuilder
@@ -143,8 +144,9 @@ class QuantisedGathers:
         self.number += 1
 
     def arrived(self, section: SectionBuilder, names: Sequence[Hashable],
-                held: dict[Hashable, tuple[str, int]]) -> tuple[Kernel, ...]:
-        """Parameters are waited for: kernels that make them wide, with all that came with them; `held` gets them."""
+                held: dict[Hashable, tuple[str, int]], lasting: Container[Hashable] = ()) -> tuple[Kernel, ...]:
+        """Parameters are waited for: kernels that make them wide, with all that came with them; `held` gets them, by
+        names of their own if they last from one micro-step to the next."""
         kernels: list[Kernel] = []
         for name in names:
             handle = self.handles.pop(name, None)
@@ -156,7 +158,8 @@ class QuantisedGathers:
                 if handle.flat[1]:
                     section.allocate(*handle.flat, "buffers", GATHER)
                 for wide, numel in handle.wanted:
-                    held[wide] = (f"fetched:{wide}:{handle.narrow[0]}", blocks(HALF * numel))
+                    named = tensor_of(wide) if wide in lasting else f"fetched:{wide}:{handle.narrow[0]}"
+                    held[wide] = (named, blocks(HALF * numel))
                     section.allocate(*held[wide], "gathered_parameters", GATHER)
             handle.left.discard(name)
             if not handle.left:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from sim.model.architecture import Layer, Operator, Parameter
 from sim.model.recompute import again_operators
@@ -25,6 +25,7 @@ class Use:
     Attributes:
         direction: "forward", "recompute" or "backward".
         first: whether it is the first use of its layer in forward, or in backward with recomputation.
+        opens: whether it is the first of its layer's backward behind recomputation.
     """
 
     position: int
@@ -33,6 +34,7 @@ class Use:
     direction: str
     first: bool
     wanted: tuple[Wanted, ...]
+    opens: bool = False
 
     @property
     def phase(self) -> str:
@@ -70,7 +72,8 @@ class Uses:
                 for number, part in enumerate(parts):
                     yield self.use(position, layer, part, "recompute", number == 0)
             for number, part in enumerate(reversed(parts)):
-                yield self.use(position, layer, part, "backward", number == 0 and not again)
+                use = self.use(position, layer, part, "backward", number == 0 and not again)
+                yield replace(use, opens=number == 0 and again)
 
     def use(self, position: int, layer: Layer, part: Submodule, direction: str, first: bool) -> Use:
         """One use; a shared parameter goes by the layer that owns it."""
@@ -79,6 +82,38 @@ class Uses:
             ((self.owners.get(p.name, position) if p.name in shared else position, p.name), self.elements(p))
             for p in part.parameters)
         return Use(position, layer, part, direction, first, wanted)
+
+    def looked_up(self, stack: Sequence[Layer]) -> dict[Hashable, int]:
+        """Trained parameters that rows are looked up in by token and position numbers, which need no gradient, and
+        their elements."""
+        return {name: numel for use in self.of(stack) if use.direction == "backward" and use.layer.kind == "embedding"
+                and any(op.forward and op.forward[0].op == "embedding" for op in use.part.operators)
+                for (name, numel), p in zip(use.wanted, use.part.parameters, strict=True)
+                if not isinstance(p, Frozen)} if self.fetching else {}
+
+    def read_outside(self, stack: Sequence[Layer]) -> frozenset[Hashable]:
+        """Those that Megatron's language model reads for its head beside their module (model/gpt_model.py,
+        parallel_lm_logits of word_embeddings_weight(); partition_parameters.py, register_external_parameter)."""
+        shared = {p.name for layer in stack for p in layer.shared}
+        return frozenset(name for name in self.looked_up(stack) if isinstance(name, tuple) and name[1] in shared
+                         and self.plan.stack.modules == "megatron")
+
+    def modules(self, stack: Sequence[Layer]) -> list[tuple[int, int]]:
+        """Modules without split parameters that hooks see in front of what each use needs, and behind it: a block
+        itself, at the beginning of each direction, and what owns small parameters alone (norms). Those without
+        parameters within a block differ from code to code and are not counted."""
+        found = []
+        for use in self.of(stack):
+            runs = use.part.operators if use.direction != "recompute" or use.part.again else ()
+            ordered = runs[::-1] if use.direction == "backward" else runs
+            owners = [any(self._split(p) for p in op.weights) for op in ordered if op.weights]
+            own = owners.index(True) if True in owners else 0 if use.wanted else len(owners)
+            begins = use.layer.kind == "block" and (use.first or use.opens)
+            found.append((own + begins, max(0, len(owners) - owners.count(True) - own)))
+        return found
+
+    def _split(self, parameter: Parameter | Frozen) -> bool:
+        return parameter.numel >= PERSISTENCE_THRESHOLD
 
     def elements(self, parameter: Parameter | Frozen) -> int:
         """Of the gathers' dtype."""

@@ -27,12 +27,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from sim.model.architecture import Parameter
-from sim.model.tuning import Frozen
 from sim.parallel.activations import Activations
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.data.buckets import bucket_elements
-from sim.parallel.offload import PARAMETER_BUFFER, PARAMETER_BUFFERS
-from sim.parallel.sharded.coordinator import COORDINATORS, Limits, Wanted
+from sim.parallel.sharded.arrivals import Arrivals, tensor_of
+from sim.parallel.sharded.coordinator import Kept, Limits, Wanted, blocking, met
 from sim.parallel.sharded.hierarchy import in_two_steps
 from sim.parallel.sharded.quantised import (
     ACROSS,
@@ -44,7 +43,8 @@ from sim.parallel.sharded.quantised import (
 )
 from sim.parallel.sharded.secondary import Secondary
 from sim.parallel.sharded.uses import PERSISTENCE_THRESHOLD, Use, Uses, rerun
-from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, frozen_bytes, state_bytes
+from sim.parallel.sharded.zero3_held import Zero3Held
+from sim.parallel.step import COMPUTE, MicroStep, Plan, collective
 from sim.parallel.update import update
 from sim.program import Label, SectionBuilder
 from sim.scenario import Scenario
@@ -73,7 +73,7 @@ def takes_turns(scenario: Scenario, stack: Stack) -> bool:
     return not (scenario.parallel.overlap and stack.coordinator_hides)
 
 
-class Zero3:
+class Zero3(Zero3Held):
     """Lowering of one job; see the module."""
 
     def __init__(self, plan: Plan) -> None:
@@ -95,68 +95,38 @@ class Zero3:
         #: Elements of each parameter that is whole at all times.
         self.resident = [self.uses.elements(p) for layer in stack for p in layer.weights
                          if p.numel < PERSISTENCE_THRESHOLD]
-        trace = [use.wanted for use in self.uses.of(stack)]
-        self.decisions = COORDINATORS[plan.stack.parameter_coordinator](trace, Limits())
+        self.looked_up = {} if self.blocking else self.uses.looked_up(stack)
+        self.decide()
         narrow = self.precision.gather == WEIGHTS and self.ranks > 1
         self.gathers = QuantisedGathers(plan, self.ranks) if narrow else None
         self.reducer = QuantisedReductions(plan) if ACROSS in plan.groups else None
         self.secondary = Secondary(plan, self.ranks, self.wide, DTYPE_BYTES[self.wide])
 
-    def states(self) -> None:
-        """Everything split over all ranks, small parameters whole as well."""
-        numel = self.plan.architecture.parameters
-        self.know()
-        frozen = frozen_bytes(self.plan.architecture.stack) / self.ranks
-        if self.outside("parameters"):
-            self.offload.hold("frozen parameters", frozen, "parameters", pinned=True)
-        else:
-            self.plan.resident("frozen parameters", frozen, "parameters")
-        for category, width in state_bytes(self.plan).items():
-            if not self.outside(category):
-                self.plan.resident(category, numel * width / self.ranks, category)
-        self.host_states(-(-numel // self.ranks))
-        if self.fetching:
-            width = DTYPE_BYTES[self.wide]
-            self.plan.resident("persistent parameters", sum(self.resident) * width, "parameters")
-            bucket = min(self.bucket, self.plan.architecture.parameters)
-            self.plan.resident("reduce bucket", bucket * DTYPE_BYTES[self.wire], "buffers")
-
-    def know(self) -> None:
-        """Second shards of all that is ever let go of, and of what is not trained for good."""
-        uses = list(self.uses.of(self.plan.architecture.stack))
-        frozen = {name for use in uses for p, (name, _) in zip(use.part.parameters, use.wanted, strict=False)
-                  if isinstance(p, Frozen)}
-        wanted = {name: numel for use in uses for name, numel in use.wanted}
-        self.secondary.know([w for w in wanted.items() if w[0] not in frozen],
-                            [w for w in wanted.items() if w[0] in frozen])
-
-    def outside(self, category: str) -> bool:
-        """Whether a state lives in host memory or on disks: gradients where the optimizer is."""
-        return self.offload.moves_parameters if category == "parameters" else self.offload.moves_optimizer
-
-    def host_states(self, numel: int) -> None:
-        """Host memory of this rank's `numel` parameters: the half partition, the gradients' pinned partition, and what
-        the optimizer works on."""
-        if self.offload.parameters == "cpu":
-            self.offload.hold("parameters", numel * DTYPE_BYTES[self.precision.parameters], "parameters", pinned=True)
-        elif self.offload.moves_parameters:
-            self.offload.hold("parameter buffers", PARAMETER_BUFFERS * PARAMETER_BUFFER
-                              * DTYPE_BYTES[self.precision.parameters], "buffers", pinned=True)
-        if self.offload.moves_optimizer:
-            self.offload.hold("gradient partition", numel * DTYPE_BYTES[self.precision.gradients], "gradients",
-                              pinned=True)
-            largest = max(layer.numel for layer in self.plan.architecture.stack)
-            self.offload.hold_optimizer(numel, largest)
+    def decide(self) -> None:
+        """The coordinator's decisions in a step's first micro-step, and in those behind it."""
+        stack = self.plan.architecture.stack
+        trace, stay = [use.wanted for use in self.uses.of(stack)], frozenset(self.looked_up)
+        if self.blocking:
+            self.decisions = (blocking(trace, Limits()),) * 2
+            return
+        modules = self.uses.modules(stack)
+        counted_off = sum(self.looked_up.values()) + sum(self.resident) if self.looked_up else 0
+        kept = Kept(counted_off, stay=stay, lasting=self.uses.read_outside(stack))
+        self.decisions = (met(trace, modules, Limits(), kept),
+                          met(trace, modules, Limits(), replace(kept, counted_off=0, there=stay)))
 
     # ------------------------------------------------------------------------------------------- one micro-step
     def micro_step(self, section: SectionBuilder, micro: MicroStep) -> None:
         """Forward and backward, use by use, as the coordinator decided."""
         stack = self.plan.model(micro.batch).stack
         self.memory = Activations(self.plan, section, len(stack), keep_gradients=False)
-        self.held: dict[Hashable, tuple[str, int]] = {}  # memory of gathered parameters
+        self.arrivals = Arrivals(section, GATHER)
+        if not micro.first:
+            self.arrivals.held.update(self.lasting())
         self.arriving: dict[Hashable, int] = {}  # their gathers, until somebody waited
         self.copies: dict[Hashable, tuple[Kernel, ...]] = {}  # what lays them out, until somebody did
         self.fetches: list[int] = []
+        self.waited: list[int] = []  # the gather of each parameter that was waited for
         self.reductions: list[int] = []
         self.computed: tuple[int, ...] = ()  # the last kernels
         bucket: list[Parameter] = []
@@ -166,13 +136,17 @@ class Zero3:
         if self.gathers is not None:
             self.gathers.begin()
         reduces = micro.reduce and (self.ranks > 1 or self.offload.moves_optimizer)
-        for use, decision in zip(self.uses.of(stack), self.decisions, strict=True):
+        for use, decision in zip(self.uses.of(stack), self.decisions[0 if micro.first else 1], strict=True):
+            for wanted in decision.before:
+                self.gather(section, use, wanted, ahead=True)
             self.gather(section, use, decision.fetch, ahead=False)
-            waits = tuple(dict.fromkeys(self.arriving.pop(n) for n, _ in use.wanted if n in self.arriving))
+            waits = self.awaited(section, use)
             copies = self.arrived(section, use)
             self.gather(section, use, decision.ahead, ahead=True)
             computed = self.compute(section, use, waits, copies)
             self.release(section, use, decision.release, computed)
+            for wanted in decision.behind:
+                self.gather(section, use, wanted, ahead=True)
             if use.direction == "backward" and reduces:
                 for gradient in use.part.gradients:
                     numel = gradient.numel
@@ -183,6 +157,8 @@ class Zero3:
                     filled += numel
         if bucket:
             self.reduce(section, use, bucket, micro.last)
+        if micro.first:
+            self.secondary.keep(section, self.label(use, "release"), list(self.looked_up.items()))
 
     def gather(self, section: SectionBuilder, use: Use, wanted: Sequence[Wanted], ahead: bool) -> None:
         """All-gathers of parameters: one call, or one for each parameter between waits for the device (blocking)."""
@@ -190,18 +166,29 @@ class Zero3:
         for together, group in [([w], "shard") for w in wanted] if self.blocking else self.secondary.parted(wanted):
             if self.blocking:
                 self.drained(section, label, self.zeroed(section, label, together[0][1]))
-            elif len(self.fetches) > FETCHES_IN_FLIGHT:
-                section.host(0.0, label, waits=(self.fetches[-FETCHES_IN_FLIGHT - 1],))
-            for name, numel in together if self.gathers is None else ():
-                self.held[name] = (f"fetched:{name}:{len(self.fetches)}", round(numel * width))
-                section.allocate(*self.held[name], "gathered_parameters", GATHER)
-                self.copies[name] = self.laid_out(numel, alone=len(together) == 1)
+            if self.gathers is None:
+                parts = {name: (tensor_of(name, len(self.fetches), self.looked_up), round(numel * width))
+                         for name, numel in together}
+                copied = {name: self.laid_out(numel, alone=len(together) == 1) for name, numel in together}
+                flat = not self.blocking and any(copied.values())
+                self.arrivals.called(parts, sum(size for _, size in parts.values()) if flat else 0)
+                self.copies.update(copied)
             task = self.fetch(section, label, together, group)
             self.fetches.append(task)
             self.moved = task if self.serial else None
             self.arriving.update((name, task) for name, _ in together)
         if self.blocking and wanted and not ahead:
             self.drained(section, label)
+
+    def awaited(self, section: SectionBuilder, use: Use) -> tuple[int, ...]:
+        """Gathers that a use waits for. Parameter by parameter the host waits for all but the last two of those that
+        were waited for before (`fetch_sub_module`: __ongoing_fetch_events)."""
+        tasks = [self.arriving.pop(name) for name, _ in use.wanted if name in self.arriving]
+        for task in () if self.blocking else tasks:
+            if len(self.waited) > FETCHES_IN_FLIGHT:
+                section.host(0.0, self.label(use, "all_gather"), waits=(self.waited[-FETCHES_IN_FLIGHT - 1],))
+            self.waited.append(task)
+        return tuple(dict.fromkeys(tasks))
 
     def zeroed(self, section: SectionBuilder, label: Label, numel: int) -> tuple[int, ...]:
         """The blocking coordinator gathers into a tensor of zeros."""
@@ -253,7 +240,9 @@ class Zero3:
     def arrived(self, section: SectionBuilder, use: Use) -> tuple[Kernel, ...]:
         """Kernels that make what a use waits for fit to be read."""
         if self.gathers is not None:
-            return self.gathers.arrived(section, [name for name, _ in use.wanted], self.held)
+            return self.gathers.arrived(section, [name for name, _ in use.wanted], self.arrivals.held,
+                                        self.looked_up)
+        self.arrivals.awaited(name for name, _ in use.wanted)
         return tuple(k for name, _ in use.wanted for k in self.copies.pop(name, ()))
 
     def compute(self, section: SectionBuilder, use: Use, waits: tuple[int, ...], copies: tuple[Kernel, ...]) -> int:
@@ -294,7 +283,7 @@ class Zero3:
             section.host(0.0, self.label(use, "release"), waits=(computed,))
         self.secondary.keep(section, self.label(use, "release"), wanted)
         for name, _ in wanted:
-            section.free(*self.held.pop(name), "gathered_parameters", GATHER, (COMPUTE,))
+            section.free(*self.arrivals.held.pop(name), "gathered_parameters", GATHER, (COMPUTE,))
 
     # ------------------------------------------------------------------------------------------- reduction
     def reduce(self, section: SectionBuilder, use: Use, bucket: Sequence[Parameter], last: bool) -> None:
@@ -308,7 +297,9 @@ class Zero3:
         if len(self.reductions) > allowed:
             section.host(0.0, label, waits=(self.reductions[-allowed - 1],))
         before = () if self.moved is None else (self.moved,)
-        prepared = self.prepared(bucket)
+        prepared, by_rank = self.prepared(bucket), self.by_rank_bytes(bucket)
+        if by_rank:
+            section.allocate("gradients by rank", by_rank, "buffers", REDUCE)
         if self.reducer is not None:
             joins = () if prepared else (COMPUTE,)
             if prepared:
@@ -320,6 +311,8 @@ class Zero3:
                 call = collective(self.plan, "reduce_scatter", elements(together) * width, self.wire, "shard")
                 views = 2 if self.blocking else len(together) if len(together) > 1 else 0
                 task = section.collective(REDUCE, call, self.call_s(views), label, (computed,))
+        if by_rank:
+            section.free("gradients by rank", by_rank, "buffers", REDUCE)
         self.reductions.append(task)
         self.moved = task if self.serial else None
         if self.offload.moves_optimizer:
@@ -374,6 +367,15 @@ class Zero3:
             kernels.append(traffic_kernel("gradients by rank", reduce, total, 2 * width * total))
         return tuple(kernels)
 
+    def by_rank_bytes(self, bucket: Sequence[Parameter]) -> int:
+        """The tensor in which a bucket's gradients are laid out by rank, which the reduction works in; one gradient
+        that needs no padding is reduced where it is (runtime/comm/coalesced_collectives.py, reduce_scatter_coalesced).
+        """
+        if self.blocking or self.reducer is not None or self.ranks == 1:
+            return 0
+        padded = sum(-(-gradient.numel // self.ranks) * self.ranks for gradient in bucket)
+        return 0 if len(bucket) == 1 and padded == bucket[0].numel else round(padded * DTYPE_BYTES[self.wire])
+
     def call_s(self, views: int) -> float:
         """Host time of a collective call that takes `views` views of every rank's part."""
         return self.plan.stack.host_collective_s + views * self.ranks * self.plan.stack.host_view_s
@@ -387,6 +389,8 @@ class Zero3:
         (`stage3.py`, `_post_step`: all_gather of `persistent_parameters`)."""
         several = self.ranks > 1
         numel = -(-self.plan.architecture.parameters // self.ranks)
+        for tensor in self.lasting().values():
+            section.free(*tensor, "gathered_parameters", GATHER, (COMPUTE,))
         self.secondary.leave(section, self.resident)
         task = update(self.plan, section, numel, 1, (REDUCE,) if several else (), "shard" if several else None,
                       back_bytes=0.0 if self.offload.moves_parameters else DTYPE_BYTES[self.precision.parameters])

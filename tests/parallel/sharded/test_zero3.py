@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 import sim
 from sim.parallel import lower
-from sim.parallel.sharded.coordinator import COORDINATORS, Decision, Limits, Wanted
+from sim.parallel.sharded.coordinator import Decision, Kept, Limits, Wanted, blocking, met, streamed
 from sim.parallel.sharded.submodules import submodules
 from sim.program import Kind, Program
 from sim.scenario import resolve
 
+COORDINATORS = {"streamed": streamed, "blocking": blocking}
 A, B, C, D = ("a", 100), ("b", 10), ("c", 100), ("d", 100)
 #: Forward and backward of two modules each with one parameter, no recomputation.
 THERE_AND_BACK = [[A], [C], [C], [A]]
@@ -89,11 +90,29 @@ def moved(program: Program, kind: str) -> list[int]:
 
 def test_recomputation_gathers_large_layers_a_third_time() -> None:
     """A block of GPT-3 has 12 h^2 elements: of queries-keys-values, projection, up and down (3, 1, 4 and 4 h^2) only
-    the last is used again within 1e9 elements (h^2 = 0.15e9), so recomputation gathers the other 8 h^2 once more."""
+    the last is used again within 1e9 elements (h^2 = 0.15e9), so recomputation gathers the other 8 h^2 once more; but
+    the last block is used again sooner, and the first stays because it is in sight: the embedding's 4 h^2 and more were
+    counted off. deepspeed 0.14.4 on a driver that does nothing gathers 4,831,838,208 bytes more too."""
     h2 = 12288**2 * 2
     plain, again = (sum(moved(lower(job(r)).job.programs[0], "all_gather")) for r in ("none", "full"))
-    # the last block's sub-modules are used again sooner: nothing of them is gathered for recomputation but by its end
-    assert 3 * 8 * h2 <= again - plain <= 4 * 8 * h2
+    assert again - plain == 2 * 8 * h2
+
+
+def test_what_is_looked_up_stays_until_the_optimizer_steps_and_makes_room() -> None:
+    """Backward does not let go of an embedding; the step counts it off after the count was set to zero, so that as much
+    more is taken along in the next step's first micro-step."""
+    kept = Kept(counted_off=100, stay=frozenset("a"))
+    found = COORDINATORS["streamed"]([[A], [C], [D], [C], [A]], Limits(prefetch=1000, live=200, reuse=0), kept)
+    assert found[0].ahead == (C, D) and found[-1].release == ()
+    later = COORDINATORS["streamed"]([[A], [C], [C], [A]], Limits(0, 1000, 1000), Kept(there=frozenset("a")))
+    assert [d.fetch for d in later] == [(), (C,), (), ()]
+
+
+def test_modules_without_split_parameters_take_something_along_too() -> None:
+    plain = met([[A], [B], [C]], [(0, 0)] * 3, Limits(prefetch=5, live=1000, reuse=0))
+    hooked = met([[A], [B], [C]], [(0, 1), (0, 0), (0, 0)], Limits(prefetch=5, live=1000, reuse=0))
+    assert [d.ahead for d in plain] == [(B,), (C,), ()]
+    assert hooked[0] == Decision((A,), (B,), (A,), behind=((C,),))
 
 
 @pytest.mark.parametrize("year", [2021, 2023])
@@ -147,10 +166,14 @@ def test_before_0_6_the_host_waits_before_and_behind_every_gather() -> None:
     assert sum(order[i + 1] == ("HOST", "") for i in gathers) >= len(gathers) // 2
 
 
-def test_since_0_6_gathers_follow_one_another() -> None:
-    order = _host_order(2022)
-    gathers = [i for i, task in enumerate(order) if task == ("COLLECTIVE", "all_gather")]
-    assert not any(order[i + 1] == ("HOST", "") for i in gathers)
+def test_since_0_6_the_host_waits_for_gathers_that_were_waited_for_long_before() -> None:
+    section = lower(job("full", 2022)).job.programs[0].sections[0]
+    gathers = [i for i, (kind, stream) in enumerate(zip(section.kind, section.stream, strict=True))
+               if kind == Kind.COLLECTIVE and stream == 1]
+    waits = [(i, task) for i, kind in enumerate(section.kind) if kind == Kind.HOST for task in section.waits[i]
+             if task in gathers]
+    assert waits
+    assert all(sum(task < gather < i for gather in gathers) >= 2 for i, task in waits)
 
 
 @pytest.mark.parametrize(("year", "calls"), [(2021, 1), (2023, 4 * 8 + 2)])

@@ -49,7 +49,7 @@ def step_s(of: Scenario, low: Lowered) -> float:
 @pytest.fixture
 def lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model is let go of and gathered again as a large one is."""
-    monkeypatch.setattr("sim.parallel.sharded.zero3.Limits", lambda: Limits(prefetch=1, reuse=1))
+    monkeypatch.setattr("sim.parallel.sharded.zero3.Limits", lambda: Limits(prefetch=0, reuse=1))
 
 
 def moved(found: Lowered, phase: str = "") -> Counter[tuple[str, str, str]]:

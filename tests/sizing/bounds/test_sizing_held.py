@@ -53,7 +53,7 @@ def test_parameters_of_zero2_are_sharded_and_gathered(framework: str, precision:
                    partial_recompute=False), 6, 3,
             model={"preset": "llama-3.2-3b"}, cluster={"topology": "dgx-h100"}, software={"framework": framework},
             training={"micro_batch": 1, "global_batch": 16, "sequence": 512, "precision": precision}):
-        assert 0.43 < share <= 1
+        assert 0.41 < share <= 1
 
 
 @pytest.mark.parametrize(("framework", "strategy", "expert", "least"), [
