@@ -197,7 +197,8 @@ def _laid_out(style: Style) -> list[Kernel]:
     parts = [own] * (style.batch > 1) + [other] * (not repeated(style))
     if style.positions != "rotary":
         parts += [own] + [other] * style.separate_qkv
-    return [strided(style, elementwise("head_gradients", sum(parts), 2 * e, style.act, len(parts), "attention"))]
+    copies = elementwise("head_gradients", sum(parts), 2 * e, style.act, len(parts), "attention")
+    return [strided(style, copies)] if parts else []
 
 
 def _scaled_gradients(style: Style) -> list[Kernel]:

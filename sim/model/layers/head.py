@@ -70,7 +70,9 @@ def loss_operator(style: Style, rows: int) -> Operator:
     elif style.stack.loss == "vocab_parallel":
         forward, backward, saved = _vocab_parallel(style, rows)
     else:
-        forward, backward, saved = plain_loss(style, rows, upcast=_upcast(style))
+        late = _upcast(style) and not (style.widens_logits or compiles_loss(style) or splits_loss(style))
+        ways = _widened_late(style, rows) if late else plain_loss(style, rows, upcast=_upcast(style))
+        forward, backward, saved = ways
         forward, backward = _shifted(style, rows, forward, backward)
     cut = Joint("vocabulary_loss", rows, "fp32") if style.tensor > 1 else None
     return Operator("loss", (*forward, *metrics), tuple(backward), saved=saved, joint=cut)
@@ -151,6 +153,21 @@ def _shifted(
             [*(k for k in backward if k not in behind), *made, *behind])
 
 
+def _widened_late(style: Style, rows: int) -> Ways:
+    """The loss of halves under autocast: log-softmax in halves, whose dtype cross_entropy hands it, and nll in fp32 on
+    a copy that it keeps.
+
+    Source: aten/src/ATen/native/LossNLL.cpp, cross_entropy_loss: log_softmax(self, class_dim, dtype of self),
+    and autocast_mode.cpp (nll_loss casts to fp32), GPT-2 and BERT run on tests/driver.
+    """
+    elements, act, e = rows * style.vocab, style.act, width(style.act)
+    forward = [log_softmax(rows, style.vocab, act), cast("logits_cast", elements, act, "fp32"), _picked("nll", rows, 2)]
+    backward = [_picked("nll_backward", rows, 1), elementwise("nll_gradient", elements, 4, "fp32"),
+                cast("logits_gradient_cast", elements, "fp32", act),
+                elementwise("log_softmax_backward", elements, 4 * e, act)]
+    return forward, backward, (Tensor("log_softmax", elements, act), Tensor("log_softmax_wide", elements, "fp32"))
+
+
 def log_softmax(rows: int, cols: int, dtype: str) -> Kernel:
     """The first of cross-entropy's two kernels, which works off a row as softmax does."""
     return Kernel("softmax", dtype, (rows, cols), "forward", 0.0, 2 * width(dtype) * rows * cols, "memory_bound")
@@ -194,8 +211,8 @@ def _vocab_parallel(style: Style, rows: int) -> tuple[list[Kernel], list[Kernel]
 
 
 def _metrics(style: Style, rows: int) -> list[Kernel]:
-    """Losses evaluated again as training metrics, without gradients, under autocast's fp32 rule."""
-    if not style.stack.metric_losses:
-        return []
-    casts = [cast("metric_cast", rows * style.vocab, style.act, "fp32")] * (width(style.act) < 4)
-    return [*casts, log_softmax(rows, style.vocab, "fp32"), _picked("nll", rows, 2)] * style.stack.metric_losses
+    """Losses evaluated again as training metrics, without gradients, under autocast as the loss itself is."""
+    once = [log_softmax(rows, style.vocab, style.act), _picked("nll", rows, 2)]
+    if width(style.act) < 4:
+        once.insert(1, cast("metric_cast", rows * style.vocab, style.act, "fp32"))
+    return once * style.stack.metric_losses
