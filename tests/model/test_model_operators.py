@@ -178,7 +178,7 @@ def test_loss_bytes_per_logit() -> None:
     composer = {"framework": "composer", "year": 2023, "versions": {"composer": "0.13.3", "torch": "1.13.1"}}
     assert per_logit(precision="fsdp-bf16", software=composer) == 6 + 4 + 6  # flash-attn's loss, and one metric
     composer["versions"] = {"composer": "0.12.1", "torch": "1.13.1"}
-    assert per_logit(precision="fsdp-bf16", software=composer) == 28 + 2 * (4 + 6)
+    assert per_logit(precision="fsdp-bf16", software=composer) == 14 + 2 * (4 + 6)
 
 
 def test_predicted_tokens_shrink_the_head_only() -> None:
