@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sim.software.hugging_face import HuggingFace
+from sim.software.deepspeed import DeepSpeed
 
 
 @dataclass(frozen=True, slots=True)
-class Stack(HuggingFace):
+class Stack(DeepSpeed):
     """What a training stack does. Units and sources of each fact: `profiles/*.yaml`, or `facts_of`.
 
     Attributes:

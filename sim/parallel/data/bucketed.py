@@ -342,8 +342,8 @@ class Bucketed(Held):
             section.allocate("flattened gradients", flat, "workspace")
         whole = self.reduction.shards == 1 and not split  # tensors as the model has them
         back = self.offload.state_widths()["gradients"]
-        copied = round(numel * back) if self.hands_over and self.reduction.contiguous else 0
-        if copied:  # stage_1_and_2.py, step: fp32_partition.to(device), of which the half partition is made
+        copied = round(numel * back) if self.hands_over and self.plan.stack.masters_visit else 0
+        if copied:
             section.allocate("updated masters", copied, "workspace")
         # of a part each, the norm is all ranks' (megatron-core 0.8.0 optimizer/clip_grads.py, get_grad_norm_fp32)
         parted = flat_states or self.reduction.dealt or (self.reduction.shards > 1 and not self.reduction.norm_of_all)

@@ -289,7 +289,7 @@ def test_bounds_of_fine_tuning_count_what_is_frozen(framework: str, topology: st
     for row in np.random.default_rng(1).choice(len(space), 6, replace=False):
         got = simulated(("", plain, space.sets(int(row)), 8))
         if got.outcome == "ok":
-            assert 0.3 * got.device_used_bytes < bound.memory_bytes[row] <= got.device_used_bytes
+            assert 0.25 * got.device_used_bytes < bound.memory_bytes[row] <= got.device_used_bytes
         if got.fits:
             assert bound.time_s[row] <= got.step_time_s
     whole = [row for row in range(len(space)) if space.sets(row).get("parallel.strategy") == "ddp"
