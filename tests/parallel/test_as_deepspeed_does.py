@@ -27,7 +27,7 @@ def _jobs() -> list[dict[str, Any]]:
 
 def _scenario(job: dict[str, Any]) -> Scenario:
     zero = job["zero"]
-    parallel: dict[str, Any] = {"strategy": f"zero{zero['stage']}",
+    parallel: dict[str, Any] = {"strategy": f"zero{zero['stage']}" if zero["stage"] else "ddp",
                                 "overlap": zero.get("overlap_comm", zero["stage"] == 3)}
     if "reduce_bucket_size" in zero:
         parallel["bucket_mb"] = 2 * zero["reduce_bucket_size"] / 2**20

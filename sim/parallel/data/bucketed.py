@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from sim.model import gradient_dtype
+from sim.model import copied_gradient_bytes, gradient_dtype
 from sim.model.architecture import Layer, Parameter
 from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
@@ -33,6 +33,7 @@ from sim.work import DTYPE_BYTES, Kernel
 
 NCCL = 1
 STREAMS = ("compute", "nccl")
+_WIDENED = "widened gradients"
 
 
 class Bucketed(Held):
@@ -317,6 +318,18 @@ class Bucketed(Held):
         return self.reduction.resident_gradients and (wider or self.plan.stack.adds_halves)
 
     # ------------------------------------------------------------------------------------------- optimizer
+    def _widen(self, section: SectionBuilder) -> int:
+        """Gradients in fp32, one by one, of which the flat ones are made while all stand (deepspeed 0.5.10 to 0.16.9
+        runtime/fp16/fused_optimizer.py, step: _flatten_dense_tensors([p.grad.to(data_type) ...]))."""
+        if self.storage != FLATTENED or self.precision.compute != "fp16" or self.offload.moves_optimizer:
+            return 0
+        each = [round(copied_gradient_bytes(p.numel, self.precision)) for layer in self.plan.architecture.stack
+                for p in layer.parameters]
+        if sum(each):
+            self.plan.builder.tensors[_WIDENED] = each
+            section.allocate(_WIDENED, sum(each), "workspace")
+        return sum(each)
+
     def optimizer_step(self, section: SectionBuilder) -> None:
         """Optimizer on this rank's share, then the gather of updated parameters."""
         if self.at_once:
@@ -347,11 +360,14 @@ class Bucketed(Held):
             section.allocate("updated masters", copied, "workspace")
         # of a part each, the norm is all ranks' (megatron-core 0.8.0 optimizer/clip_grads.py, get_grad_norm_fp32)
         parted = flat_states or self.reduction.dealt or (self.reduction.shards > 1 and not self.reduction.norm_of_all)
+        widened = self._widen(section) if whole else 0
         task = update(self.plan, section, numel, 1 if flat_states else tensors, (NCCL,) if self.reduces else (),
                       "data" if parted else None,
                       0 if flat_states else min(largest, numel), back,
                       architecture.parameters if self.reduction.norm_of_all else 0,
                       [p.numel for layer in architecture.stack for p in layer.parameters] if whole else (), shared)
+        if widened:
+            section.free(_WIDENED, widened, "workspace")
         if copied:
             section.free("updated masters", copied, "workspace")
         if flat:
