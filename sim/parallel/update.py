@@ -86,13 +86,12 @@ def _prepared(plan: Plan, section: SectionBuilder, numel: int, tensors: int, joi
 
 
 def _agreed(plan: Plan, section: SectionBuilder, task: int, label: Label, ranks: str | None) -> int:
-    """A number that ranks reduce, behind `task`; where Megatron's buffers are, the host reads it (clip_grads.py,
-    get_grad_norm_fp32: item)."""
+    """A number that ranks reduce, behind `task`, and that the host may read."""
     for group in (*(() if ranks is None else (ranks,)), *plan.norm_groups):
         if len(plan.groups[group][0]) > 1:
             call = collective(plan, "all_reduce", 4, "fp32", group)
             task = section.collective(1, call, plan.stack.host_collective_s, label, waits=(task,))
-    if plan.stack.gradient_path == "grad_buffer":
+    if plan.stack.reads_norm:
         section.host(plan.stack.host_read_s, label, waits=(task,))
     return task
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HuggingFace:
     """What transformers' modules do between and behind their products. Other modules read none of it.
 

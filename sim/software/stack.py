@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sim.software.deepspeed import DeepSpeed
+from sim.software.hugging_face import HuggingFace
+from sim.software.megatron import Megatron
 
 
 @dataclass(frozen=True, slots=True)
-class Stack(DeepSpeed):
+class Stack(HuggingFace, DeepSpeed, Megatron):
     """What a training stack does. Units and sources of each fact: `profiles/*.yaml`, or `facts_of`.
 
     Attributes:
@@ -58,7 +60,8 @@ class Stack(DeepSpeed):
         stage_outputs: micro-batches whose logits, in fp32, the last stage holds on to, a single stage too.
         early_stop: recomputation stops at a block's last saved tensor.
         reentrant: checkpoints are torch's reentrant ones, without early stop, unless FSDP wraps the model.
-        attention_kernel: implementation behind `attention: flash`: flash1 to flash3, trtllm (engines) or triton.
+        attention_kernel: implementation behind `attention: flash`: flash1, flash2, flash3, triton or trtllm (engines of
+            inference call it).
         fixed_order: its backward adds the queries' gradient up in a fixed order.
         names_algorithm: a deterministic run has to name NCCL's algorithm.
         fills: new tensors that are filled before a kernel writes them: none, own (ATen's, of operators that are not
@@ -88,7 +91,8 @@ class Stack(DeepSpeed):
         complex_rope: plain decoders turn queries and keys as complex numbers in fp32.
         fused_latent_rope: latent attention's queries are turned in place, and its keys and values written whole, by a
             kernel each.
-        fused_models: whose modules have those of norms, rotary positions and MLPs: every, or rmsnorm (decoders of it).
+        fused_models: whose modules have those kernels of norms, rotary positions and MLPs: every model's, or rmsnorm
+            (decoders with RMSNorm alone).
         fused_in_place: they write over what they read: rotary positions over queries and keys, gradients of gate and up
             over what was kept of these, a norm's gradient over its output's.
         norm_kernel: two_pass (backward reads its inputs again for the weight gradients), persistent (a row is read once
@@ -110,8 +114,8 @@ class Stack(DeepSpeed):
             they lie: values beside keys that positions have turned, both of grouped heads.
         heads_in_place: attention reads queries, keys and values as one product laid them out, head by head, and writes
             their gradients so, where cuDNN's kernel runs (compute capability 9.0 and later); flash-attn's gets copies.
-        fused_permutation: one kernel each copies tokens to their experts and adds them up; scores weigh the activation.
-        permutation_kept: what puts rows back in order keeps what it is given, and sorts where experts are not spread.
+        fused_permutation: tokens are copied to their experts and added up again by one kernel each, and the experts'
+            scores weigh the activation instead of the output.
         router_launches, router_backward_launches: kernels on the scores of all experts, and on what is counted of the
             choice, in eager code; few bytes each.
         pads_rows: rows of experts whose products are narrow are copied to as many as such products take, and back.
@@ -136,7 +140,7 @@ class Stack(DeepSpeed):
         logits_held: the training loop holds a micro-batch's logits until the next one's are there.
         graph_kept: the training loop still holds the last micro-batch's logits, and with them the graph, until the next
             forward returns; what nodes hold that is no saved tensor (the inputs of 4-bit layers) lives as long.
-        frozen_apart: what is not trained has flat parameters of its own in FSDP 1; else it lies in those of what is.
+        frozen_apart: in FSDP 1 what is not trained has flat parameters of its own; else gradients, in others.
         original_parameters: the optimizer of FSDP 1 sees the parts of the model's own parameters in a rank's shards.
         optimizer_reads: numbers that the host reads on the GPU in the update of every tensor.
         sums_in_master: PyTorch's half gradients beside fp32 master parameters are added to fp32 gradients of those
@@ -155,19 +159,9 @@ class Stack(DeepSpeed):
             accumulator (one fp32 buffer that whole half gradients are added to behind each backward).
         parameter_storage: apart (each parameter a tensor), flattened (one flat tensor) or remapped (views of one
             buffer, with the distributed optimizer).
-        moves_empty_cache: DeepSpeed's ZeRO-1 and 2 give cached segments back when parameters have left for the host,
-            on their way into a flat tensor.
-        states_made_first: they make the optimizer's states before the first step.
-        partition_checkpoints: under ZeRO-3, tensor ranks share the inputs that recomputed blocks keep.
-        parameter_coordinator: how DeepSpeed ZeRO-3 fetches and releases parameters: streamed, or blocking (before 0.6).
-        coordinator_hides: whether gathers and reductions of the streamed one run beside compute.
-        zero_plus_plus: whether DeepSpeed's ZeRO-3 can quantise gathers and reductions and keep second shards in a node.
-        secondary_waits: the host waits for the copy of every second shard.
-        quantises_bf16: bf16 is cast around the quantised gathers' kernels, which know fp16 alone.
         cpu_optimizer: an optimizer on the CPU: fused (one vectorised pass) or loop (a pass over memory per operator).
         cpu_fuses: it is fused there too where the scenario asks for fused kernels.
         cpu_threads: threads of one rank's optimizer on the CPU; 0 = the ranks of a node share its cores.
-        hybrid_offload: an optimizer on the CPU takes gradients once their norm is known, maybe of a part (Megatron).
         offload_streams: saved tensors go to the host and back on streams of their own, prefetched; else in line.
         narrow_keeps_inputs: linear layers in fp8 and below keep their inputs and quantise again in backward; else they
             keep the narrow copies of inputs and weights.
@@ -182,11 +176,11 @@ class Stack(DeepSpeed):
         gathers_single: a gathered single sequence is copied too, though it is in one piece.
         gathered_inputs_kept: a column-cut product keeps its input as gathered along the sequence; else its own share,
             gathered again in backward.
-        shared_buffer: who gathers so into one buffer that stays, and has scores there: none, head or layers (and head).
         tensor_overlap: the reduction of a column-cut product's input gradient runs beside its weight gradient.
         tensor_pieces: how async tensor parallelism reduces a product's sums: ring (rank by rank) or quarters (of it).
         tensor_margin_sms: SMs that a product reduced in quarters leaves to the reductions.
-        pipeline_split: what stages get alike unless the scenario says: blocks (their number) or cost (blocks and head).
+        pipeline_split: what stages get alike where the scenario does not say: blocks (their number) or cost (weights
+            of blocks and head).
         pipeline_p2p: how stages pass tensors on unless overlap is asked for: synchronised (batched, then the host
             waits for the GPU), in turn (as well, but transfer by transfer), stream (the next kernels wait, the host
             does not).
@@ -195,19 +189,7 @@ class Stack(DeepSpeed):
         fsdp_generations: those that its releases have, or none (`generations`).
         pipeline_reduction: when stages reduce gradients if overlap is asked for: beside the last backward, behind it,
             or aligned (beside it, but of chunks that take turns behind each one's last).
-        bucket_elements: of Megatron's buckets, before they grow with the number of ranks.
-        lasting_gradients: Megatron's gradients live in buffers from step to step; else they are reduced by PyTorch's
-            DDP, or copied into one tensor behind backward.
-        averaging_collectives: Megatron's buckets are averaged by NCCL; else divided by the number of ranks beforehand.
-        buckets_joined: buckets of what is not in 8 bits travel with the last of those that are.
-        gathers_ahead: updated parameters are gathered beside the next forward if overlap is asked for.
-        partition_reduction: how DeepSpeed's ZeRO-2 brings a bucket to its owners: reduce_scatter, reduce (slice by
-            slice) or all_reduce; whole_reduction: how its ZeRO-1 reduces flattened buckets behind the last backward, or
-            contiguous: as ZeRO-2 does, in the last backward.
-        listed_gathers: DeepSpeed's ZeRO-1 and 2 gather updated parameters into lists of tensors.
-        checks_in_double: the optimizer looks its part's gradients through tensor by tensor, in copies in fp32 and fp64.
         bucket_waits: the host waits for the device in front of every overlapped reduction of a bucket.
-        partitioned_tensors: what tensor ranks pass on in shares is DeepSpeed's PartitionedTensor: gathered and copied.
         overlap_interleaved: the interleaved schedule passes tensors on beside compute unless told otherwise.
         ring_merges: what the steps of ring attention make is put together by kernels of their own.
         ring_gathers: keys and values of all slices come with one call; sums are kept, and gradients travel, in fp32.
@@ -310,7 +292,6 @@ class Stack(DeepSpeed):
     copied_values: bool
     heads_in_place: bool
     fused_permutation: bool
-    permutation_kept: bool
     router_launches: int
     router_backward_launches: int
     pads_rows: bool
@@ -343,18 +324,9 @@ class Stack(DeepSpeed):
     muon_splits_qkv: bool
     gradient_path: str
     parameter_storage: str
-    moves_empty_cache: bool
-    states_made_first: bool
-    partition_checkpoints: bool
-    parameter_coordinator: str
-    coordinator_hides: bool
-    zero_plus_plus: bool
-    secondary_waits: bool
-    quantises_bf16: bool
     cpu_optimizer: str
     cpu_fuses: bool
     cpu_threads: int
-    hybrid_offload: bool
     offload_streams: bool
     narrow_keeps_inputs: bool
     narrow_amax_pass: bool
@@ -367,7 +339,6 @@ class Stack(DeepSpeed):
     sequence_first: bool
     gathers_single: bool
     gathered_inputs_kept: bool
-    shared_buffer: str
     tensor_overlap: bool
     tensor_pieces: str
     tensor_margin_sms: int
@@ -377,17 +348,7 @@ class Stack(DeepSpeed):
     pipeline_reduction: str
     pipeline_schedules: str
     fsdp_generations: str
-    bucket_elements: int
-    lasting_gradients: bool
-    averaging_collectives: bool
-    buckets_joined: bool
-    gathers_ahead: bool
-    partition_reduction: str
-    whole_reduction: str
-    listed_gathers: bool
-    checks_in_double: bool
     bucket_waits: bool
-    partitioned_tensors: bool
     overlap_interleaved: bool
     ring_merges: bool
     ring_gathers: bool

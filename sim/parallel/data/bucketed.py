@@ -12,31 +12,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from sim.model import copied_gradient_bytes, gradient_dtype
+from sim.model import gradient_dtype
 from sim.model.architecture import Layer, Parameter
 from sim.parallel.activations import GRADIENT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
-from sim.parallel.construction import FLATTENED
 from sim.parallel.data.buckets import Bucket
-from sim.parallel.data.by_rank import gather_by_rank
 from sim.parallel.data.contiguous import Contiguous
 from sim.parallel.data.gathers import Gathers
-from sim.parallel.data.held import Held
-from sim.parallel.data.partition import gather_parameters, look_through
+from sim.parallel.data.partition import NCCL
 from sim.parallel.data.reductions import Reduction, sums_wide
-from sim.parallel.data.sequence_sums import sum_over_sequence
-from sim.parallel.muon import gather_dealt, is_muon, shares
-from sim.parallel.step import COMPUTE, MicroStep, Plan, collective, narrow_weights
-from sim.parallel.update import sums_in_master, update, update_in_backward
+from sim.parallel.data.updated import Updated
+from sim.parallel.step import COMPUTE, MicroStep, Plan, collective
+from sim.parallel.update import sums_in_master, update_in_backward
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES, Kernel
 
-NCCL = 1
 STREAMS = ("compute", "nccl")
-_WIDENED = "widened gradients"
 
 
-class Bucketed(Held):
+class Bucketed(Updated):
     """Lowering of one job; see the module."""
 
     def __init__(self, plan: Plan, reduction: Reduction) -> None:
@@ -317,83 +311,7 @@ class Bucketed(Held):
         wider = self.width > DTYPE_BYTES[self.precision.parameters]
         return self.reduction.resident_gradients and (wider or self.plan.stack.adds_halves)
 
-    # ------------------------------------------------------------------------------------------- optimizer
-    def _widen(self, section: SectionBuilder) -> int:
-        """Gradients in fp32, one by one, of which the flat ones are made while all stand (deepspeed 0.5.10 to 0.16.9
-        runtime/fp16/fused_optimizer.py, step: _flatten_dense_tensors([p.grad.to(data_type) ...]))."""
-        if self.storage != FLATTENED or self.precision.compute != "fp16" or self.offload.moves_optimizer:
-            return 0
-        each = [round(copied_gradient_bytes(p.numel, self.precision)) for layer in self.plan.architecture.stack
-                for p in layer.parameters]
-        if sum(each):
-            self.plan.builder.tensors[_WIDENED] = each
-            section.allocate(_WIDENED, sum(each), "workspace")
-        return sum(each)
-
-    def optimizer_step(self, section: SectionBuilder) -> None:
-        """Optimizer on this rank's share, then the gather of updated parameters."""
-        if self.at_once:
-            narrow_weights(self.plan, section)
-            return
-        sum_over_sequence(self.plan, section)
-        architecture = self.plan.architecture
-        tensors = sum(len(layer.parameters) for layer in architecture.stack)
-        numel = self.plan.share(self.reduction.shards > 1)
-        split = self.reduction.gradient_shards > 1
-        # one tensor a rank: DeepSpeed's partition, whose norm is summed over ranks (stage_1_and_2.py,
-        # get_grad_norm_direct)
-        flat_states = split or (self.reduction.shards > 1 and self.storage == FLATTENED)
-        largest = max((p.numel for layer in architecture.stack for p in layer.parameters), default=0)
-        shared = shares(self.plan, self.reduction.dealt).slowest if is_muon(self.plan) else None
-        if shared is not None:
-            numel, tensors = shared.numel, shared.tensors
-        checked = self.plan.stack.checks_in_double and self.reduction.shards > 1 and not (
-            self.sums_wide or self.offload.moves_optimizer)
-        flat = round(numel * self.width) if checked else 0
-        if checked:
-            look_through(section, min(largest, numel))
-            section.allocate("flattened gradients", flat, "workspace")
-        whole = self.reduction.shards == 1 and not split  # tensors as the model has them
-        back = self.offload.state_widths()["gradients"]
-        copied = round(numel * back) if self.hands_over and self.plan.stack.masters_visit else 0
-        if copied:
-            section.allocate("updated masters", copied, "workspace")
-        # of a part each, the norm is all ranks' (megatron-core 0.8.0 optimizer/clip_grads.py, get_grad_norm_fp32)
-        parted = flat_states or self.reduction.dealt or (self.reduction.shards > 1 and not self.reduction.norm_of_all)
-        widened = self._widen(section) if whole else 0
-        task = update(self.plan, section, numel, 1 if flat_states else tensors, (NCCL,) if self.reduces else (),
-                      "data" if parted else None,
-                      0 if flat_states else min(largest, numel), back,
-                      architecture.parameters if self.reduction.norm_of_all else 0,
-                      [p.numel for layer in architecture.stack for p in layer.parameters] if whole else (), shared)
-        if widened:
-            section.free(_WIDENED, widened, "workspace")
-        if copied:
-            section.free("updated masters", copied, "workspace")
-        if flat:
-            section.free("flattened gradients", flat, "workspace")
-        for position in range(len(architecture.stack) - 1, -1, -1):
-            self.drop_gradients(section, position)
-        self.contiguous.updated(section)
-        if self.reduction.dealt and self.reduces:
-            gather_dealt(self.plan, section, task)
-        elif self.reduction.by_rank and self.reduces:
-            gather_by_rank(self.plan, section, task)
-        elif self.reduction.gathers == "behind" and self.reduces:
-            self.gathers.behind(section, task)
-        elif self.reduction.gather_elements and self.reduces:
-            gather_parameters(self.plan, section, self.reduction.gather_elements, self.reduction.listed, task)
-        if self.reduction.resident_gradients:
-            self.zero(section)
-        narrow_weights(self.plan, section)
-
-    def zero(self, section: SectionBuilder) -> None:
-        """Gradients that are added to a buffer start from nothing (megatron-core distributed/param_and_grad_buffer.py,
-        reset: grad_data.zero_(); nanotron optim/gradient_accumulator.py, zero_grad)."""
-        numel = self.plan.architecture.parameters
-        kernel = traffic_kernel("zero", self.precision.gradients, numel, numel * self.width)
-        section.kernels(COMPUTE, self.plan.compute.own((kernel,)), Label("gradients", "optimizer", "zero"))
-
+    # ------------------------------------------------------------------------------------------- gradients
     def split(self, group: str) -> int:
         """Ranks over which states of parameters that are reduced over `group` are split."""
         if max(self.reduction.shards, self.reduction.gradient_shards) == 1:

@@ -15,15 +15,15 @@ from sim.parallel.step import COMPUTE, Plan, collective
 from sim.program import Label, SectionBuilder
 from sim.work import DTYPE_BYTES
 
-_NCCL = 1
 #: In the names of such parameters, among Megatron's modules.
 _ALIKE = ("norm.", "linear_proj.bias", "linear_fc2.bias", "mlp.gate.weight")
 
 
-def sum_over_sequence(plan: Plan, section: SectionBuilder) -> None:
-    """Flatten, reduce, copy back; nothing where tensor ranks do not cut the sequence, or on other stacks."""
+def sum_over_sequence(plan: Plan, section: SectionBuilder, stream: int) -> None:
+    """Flatten, reduce on `stream`, copy back; nothing on other stacks, or where tensor ranks do not cut the sequence.
+    """
     parallel, dtype = plan.scenario.parallel, plan.scenario.training.precision.gradients
-    if plan.stack.gradient_path != "grad_buffer" or not parallel.sequence_parallel or parallel.tensor == 1:
+    if not plan.stack.sums_sequence_gradients or not parallel.sequence_parallel or parallel.tensor == 1:
         return
     sizes = [p.numel for layer in plan.architecture.stack for p in layer.parameters
              if any(part in p.name for part in _ALIKE)]
@@ -33,7 +33,7 @@ def sum_over_sequence(plan: Plan, section: SectionBuilder) -> None:
     size = numel * DTYPE_BYTES[dtype]
     flat = traffic_kernel("flattened", dtype, numel, 2 * size)
     back = replace(flat, launches=len(sizes), kernel="by_tensor")
-    task = section.kernels(COMPUTE, plan.compute.own((flat,)), label, joins=(_NCCL,))
+    task = section.kernels(COMPUTE, plan.compute.own((flat,)), label, joins=(stream,))
     call = collective(plan, "all_reduce", size, dtype, "tensor")
-    task = section.collective(_NCCL, call, plan.stack.host_collective_s, label, waits=(task,))
+    task = section.collective(stream, call, plan.stack.host_collective_s, label, waits=(task,))
     section.kernels(COMPUTE, plan.compute.own((back,)), label, waits=(task,))

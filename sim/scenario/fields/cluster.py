@@ -88,6 +88,7 @@ class GpuProfile(Table):
     clock_mhz: _Positive | None = has(None, "boost clock")
     tensor_clock_mhz: _Positive | None = has(None, "clock the tensor peak is stated at")
     reached_mhz: _Positive | None = has(None, "clock under load where it boosts beyond the stated one")
+    exponentials: _Positive | None = has(None, "exponentials per clock and SM over those of its family's first chip")
     tdp_w: _Positive | None = has(None, "power limit by the datasheet")
     kernel_figures: dict[str, Any] | None = has(None, "figures of kernels measured on it, nested as in kernels.yaml")
     confidence: Literal["high", "medium", "low"] | None = has(None, "how sure its figures are")
