@@ -58,7 +58,10 @@ STREAMS = ("compute", "all_gather", "reduce_and_partition")
 #: Calls in flight before the host waits for the oldest: gathers (`max_ongoing_fetch_events`), reductions
 #: (`max_param_reduce_events`).
 FETCHES_IN_FLIGHT, REDUCTIONS_IN_FLIGHT = 2, 2
-#: Views that the blocking coordinator takes of a rank's piece of a small parameter: two narrowed, one flattened.
+#: Host time of a rank's piece of a parameter, in views. Of a small one under the blocking coordinator: two narrowed,
+#: one flattened. Of one of several that one call brings: one narrowed, then record_stream(current_stream()), as long as
+#: two (AllGatherCoalescedHandle.wait of 0.6.7 to 0.16.9; 2.3 and 4.1 us a piece in its loops, run on a driver that does
+#: nothing). The call itself narrows once a rank.
 VIEWS_OF_A_PIECE = 3
 
 
@@ -220,7 +223,7 @@ class Zero3(Zero3Held):
         if self.plan.scenario.parallel.hierarchical_gather:
             return in_two_steps(self.plan, section, label, numels, self.wide, waits, joins)
         call = collective(self.plan, "all_gather", sum(numels) * DTYPE_BYTES[self.wide], self.wide, group)
-        views = 1 if self.blocking else len(numels) if len(numels) > 1 and not self.across else 0
+        views = 1 if self.blocking else 0 if self.across or len(numels) == 1 else 1 + VIEWS_OF_A_PIECE * len(numels)
         return section.collective(GATHER, call, self.call_s(views), label, waits, joins)
 
     def laid_out(self, numel: int, alone: bool) -> tuple[Kernel, ...]:

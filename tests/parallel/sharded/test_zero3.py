@@ -14,6 +14,7 @@ from sim.parallel.sharded.coordinator import Decision, Kept, Limits, Wanted, blo
 from sim.parallel.sharded.submodules import submodules
 from sim.program import Kind, Program
 from sim.scenario import resolve
+from sim.software import stack_for
 
 COORDINATORS = {"streamed": streamed, "blocking": blocking}
 A, B, C, D = ("a", 100), ("b", 10), ("c", 100), ("d", 100)
@@ -196,6 +197,17 @@ def test_before_0_6_the_host_places_every_rank_s_piece_of_a_small_parameter() ->
              for kind, host_s, label in zip(section.kind, section.host_s, section.label, strict=True)
              if kind == Kind.HOST and host_s and program.labels[label] == ("optimizer", "optimizer", "all_gather")]
     assert spent == [pytest.approx(34 * 128 * (3 * 2e-6 + 7e-6))]
+
+
+def test_the_host_takes_a_rank_s_piece_of_every_parameter_of_a_call_by_itself() -> None:
+    """One view a rank for the call, three a rank for each of its parameters; nothing where it brings one."""
+    made = lower(job("none", nodes=2))
+    (program,), stack = made.job.programs, stack_for("deepspeed", 2023)
+    per_rank = {round((host_s - stack.host_collective_s) / (16 * stack.host_view_s), 6)
+                for section in program.sections[:-1]
+                for kind, payload, host_s in zip(section.kind, section.payload, section.host_s, strict=True)
+                if kind == Kind.COLLECTIVE and program.collectives[payload].kind == "all_gather"}
+    assert 0.0 in per_rank and all(found == 0 or ((found - 1) % 3 == 0 and found >= 7) for found in per_rank)
 
 
 def test_context_ranks_share_the_states_too() -> None:
