@@ -312,7 +312,7 @@ class Zero3(Zero3Held):
             task = computed = section.kernels(COMPUTE, self.plan.compute.segment((), prepared), label, before)
             for together in [] if self.ranks == 1 else [[p] for p in bucket] if self.blocking else [bucket]:
                 call = collective(self.plan, "reduce_scatter", elements(together) * width, self.wire, "shard")
-                views = 2 if self.blocking else len(together) if len(together) > 1 else 0
+                views = 2 if self.blocking else 1 if len(together) == 1 else 1 + 2 * len(together)
                 task = section.collective(REDUCE, call, self.call_s(views), label, (computed,))
         if by_rank:
             section.free("gradients by rank", by_rank, "buffers", REDUCE)
