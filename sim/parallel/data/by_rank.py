@@ -34,7 +34,9 @@ def gather_by_rank(plan: Plan, section: SectionBuilder, updated: int) -> None:
     label = Label("parameters", "optimizer", "pieces")
     section.host(pieces * _VIEWS_BEFORE * view_s, label)
     moved = 2.0 * size
-    section.allocate("flattened parameters", 2 * size, "workspace")
+    flat = _flattened(size, ranks)
+    for name, one in flat:
+        section.allocate(name, one, "workspace")
     packed = section.kernels(COMPUTE, plan.compute.own((_copy(gather, numel, moved, ranks + 1),)), label,
                              waits=(updated,))
     call = collective(plan, "all_gather", size, gather, "data")
@@ -44,7 +46,16 @@ def gather_by_rank(plan: Plan, section: SectionBuilder, updated: int) -> None:
                                waits=(gathered,))
     section.host(pieces * _VIEWS_BEHIND * view_s, label)
     section.kernels(COMPUTE, plan.compute.own((_copy(gather, numel, moved, pieces),)), label, waits=(unpacked,))
-    section.free("flattened parameters", 2 * size, "workspace")
+    for name, one in flat:
+        section.free(name, one, "workspace")
+
+
+def _flattened(size: int, ranks: int) -> list[tuple[str, int]]:
+    """Tensors that stand beside the parameters: the list that goes in and one for every rank that comes out, flattened
+    (distributed.py, all_gather_coalesced), and the tensor that c10d's all-gather of lists goes through."""
+    piece = size // ranks
+    return [("flattened input", piece), *((f"flattened of rank {rank}", piece) for rank in range(ranks)),
+            ("flattened parameters", piece * ranks)]
 
 
 def _copy(dtype: str, numel: int, moved: float, launches: int) -> Kernel:
