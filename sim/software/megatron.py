@@ -12,6 +12,8 @@ class Megatron:
     Attributes:
         permutation_kept: what puts experts' rows back into the tokens' order keeps what it is given for backward, and
             rows are sorted by expert where experts are not spread too.
+        counts_summed: slices of the sequence over which the loss that balances experts sums how many tokens each has,
+            in every forward: none, context, or all of tensor and context.
         hybrid_offload: an optimizer on the CPU takes whole gradients once their norm is known, and maybe only a part of
             them (HybridDeviceOptimizer).
         shared_buffer: whose products gather the sequence into one buffer that stays, and have spelled-out scores there:
@@ -28,6 +30,7 @@ class Megatron:
     """
 
     permutation_kept: bool
+    counts_summed: str
     hybrid_offload: bool
     shared_buffer: str
     bucket_elements: int
