@@ -24,6 +24,8 @@ class Megatron:
         averaging_collectives: Megatron's buckets are averaged by NCCL; else divided by the number of ranks beforehand.
         buckets_joined: buckets of what is not in 8 bits travel with the last of those that are.
         gathers_ahead: updated parameters are gathered beside the next forward if overlap is asked for.
+        gathers_by_optimizer: where that is not asked for, each of a mixture's optimizers (one for what all replicas
+            hold, one for spread experts) gathers the parameters of both behind its step.
         sums_sequence_gradients: tensor ranks that cut the sequence sum gradients of what each of them holds whole
             (norms, biases behind row-cut products, a router) behind all others, flattened into one tensor.
         reads_norm: the host reads the gradients' norm, and what an fp16 step looks for, on the GPU.
@@ -38,5 +40,6 @@ class Megatron:
     averaging_collectives: bool
     buckets_joined: bool
     gathers_ahead: bool
+    gathers_by_optimizer: bool
     sums_sequence_gradients: bool
     reads_norm: bool
