@@ -59,7 +59,8 @@ class Joint(NamedTuple):
             its gradient comes from there); vocabulary_loss (per-token scalars of vocabulary slices), ring, rotate,
             gather (keys and values of the other slices of the sequence: one after another, all at once beside a rank's
             own, or before everything), heads (a slice's tokens of all heads become all tokens of some heads, or the
-            other way round), dispatch, combine (tokens travel to their experts and back).
+            other way round), dispatch, combine (tokens travel to their experts and back), counts, context_counts (how
+            many tokens each expert has is summed over all slices of the sequence, or over those of the context).
         elements: of the tensor in question, whole over the slices of the width.
         dtype: of that tensor.
         gathered: dtype in which it is gathered, where it is cast before; default as it is.
@@ -70,6 +71,7 @@ class Joint(NamedTuple):
         reads_s: of a dispatch, host time between the end of what it waits for, because it reads the counts, and the
             launch; 0 = it does not wait.
         told: it waits for the counts alone, not for the copies behind them.
+        apart: of a column or a row, a call of its own that nothing hides, on what the product keeps or has made.
     """
 
     kind: str
@@ -82,6 +84,7 @@ class Joint(NamedTuple):
     counts: int = 0
     reads_s: float = 0.0
     told: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)

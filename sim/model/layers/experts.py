@@ -50,6 +50,7 @@ def experts_operators(style: Style, source: str) -> tuple[list[Operator], list[P
     assert experts is not None
     local = style.stream  # where activations are scattered every tensor rank routes and sends its own tokens
     router, router_parameters = _router(local, experts, source)
+    router = replace(router, joint=_counts(style, experts))
     rows = expert_rows(style, experts)
     spread = replace(style, batch=1, sequence=rows, ffn=experts.ffn, scattered=False)
     up, up_parameters = _up(spread, experts, source)
@@ -59,7 +60,7 @@ def experts_operators(style: Style, source: str) -> tuple[list[Operator], list[P
         (Tensor("expert_down_input", rows * experts.ffn, style.act),))
     up, down = _copied(style, spread, experts, up, down)
     if experts.tensor > 1:
-        up, down = (replace(operator, joint=joint(style, kind, rows * style.hidden)) for operator, kind in (
+        up, down = (replace(operator, joint=_met(style, kind, rows)) for operator, kind in (
             (up, "column"), (down, "row")))
     operators = [router, _dispatch(local, experts, source), up, activation, down, _combine(local, experts)]
     parameters = [*router_parameters, *up_parameters, *down_parameters]
@@ -68,6 +69,17 @@ def experts_operators(style: Style, source: str) -> tuple[list[Operator], list[P
         operators += shared
         parameters += more
     return operators, parameters
+
+
+def _met(style: Style, kind: str, rows: int) -> Joint | None:
+    """Rows of all slices that an expert's width is cut into, in front of its products and behind them.
+
+    Where slices have tokens of their own the dispatcher gathers rows, which the products keep, and scatters sums, both
+    by nodes of autograd of their own (megatron-core 0.9.0 to 0.14.0 `moe/token_dispatcher.py`,
+    MoEAlltoAllTokenDispatcher: gather_from_sequence_parallel_region, reduce_scatter_to_sequence_parallel_region).
+    """
+    found = joint(style, kind, rows * style.hidden)
+    return found._replace(gathered="", apart=True) if found is not None and style.scattered else found
 
 
 def expert_rows(style: Style, experts: Experts) -> int:
@@ -91,6 +103,14 @@ def _router(style: Style, experts: Experts, source: str) -> tuple[Operator, tupl
             Tensor("chosen_experts", style.tokens * experts.top_k, "fp64"))
     return replace(operator, forward=(*operator.forward, choose), backward=(back, *operator.backward),
                    saved=(*operator.saved, *kept)), parameters
+
+
+def _counts(style: Style, experts: Experts) -> Joint | None:
+    """What slices of the sequence sum for the loss that balances experts (`Stack.counts_summed`)."""
+    slices = {"none": 1, "context": style.context,
+              "all": max(style.context, style.tensor if style.scattered else 1)}[style.stack.counts_summed]
+    kind = "counts" if style.stack.counts_summed == "all" else "context_counts"
+    return Joint(kind, experts.count, "fp64") if slices > 1 else None
 
 
 def loop(style: Style, experts: Experts) -> int:

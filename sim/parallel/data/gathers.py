@@ -55,8 +55,13 @@ class Gathers:
             at.sort(key=lambda use: use[0])
 
     def behind(self, section: SectionBuilder, updated: int) -> None:
-        """All of them behind the optimizer, whose task is `updated`; compute waits."""
-        for bucket in self.buckets:
+        """All of them behind the optimizer, whose task is `updated`; compute waits.
+
+        Experts that are spread have an optimizer of their own, behind which everything may be gathered once more (fact
+        `gathers_by_optimizer`).
+        """
+        twice = self.plan.stack.gathers_by_optimizer and self.plan.scenario.parallel.expert > 1
+        for bucket in self.buckets * (2 if twice else 1):
             self._call(section, bucket, "optimizer", _NCCL, (updated,))
         _wait(self.plan, section)
 

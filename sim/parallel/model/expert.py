@@ -106,6 +106,15 @@ def staying(items: Items, expert: int) -> Items:
                  or item.call.communicator != expert)
 
 
+def counted(calls: Calls, joint: Joint, kernels: Items) -> Items:
+    """How many tokens each expert has is summed over the slices of the sequence, for the loss that balances them: one
+    call over all of them there, one group after another here (megatron-core 0.14.0 `moe/router.py`, _apply_aux_loss).
+    """
+    groups = ("context", "context_heads", "context_ring", *["tensor"] * (joint.kind == "counts"))
+    return (*kernels, *(calls.call(name, "all_reduce", joint.elements, joint.dtype) for name in groups
+                        if calls.has(name)))
+
+
 def around(calls: Calls, joint: Joint, kernels: Items, direction: str) -> Items:
     """Dispatch sends behind its kernels, combine receives before its own; backward the other way round.
 

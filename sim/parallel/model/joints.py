@@ -83,6 +83,8 @@ class Joints:
             return context.exchanged(self.calls, joint, kernels)
         if joint is None or not kernels:
             return kernels
+        if joint.kind in ("counts", "context_counts"):
+            return expert.counted(self.calls, joint, kernels) if direction == "forward" else kernels
         if joint.kind in ("dispatch", "combine"):
             return expert.around(self.calls, joint, kernels, direction)
         if joint.kind == "gather":

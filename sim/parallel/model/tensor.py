@@ -45,6 +45,8 @@ def around(calls: Calls, joint: Joint, kernels: Items, direction: str, style: St
     """An operator's kernels with the collectives of its joint."""
     if not calls.has("tensor"):
         return kernels
+    if joint.apart:
+        style = style._replace(pipelined=False, keeps=True)
     met = _around(calls, joint, kernels, direction, style)
     every = style.shared_scale == "every" and joint.kind in ("column", "row") and joint.gathered not in ("", "mxfp8")
     return _agreed(calls, met) if every else met
