@@ -27,6 +27,8 @@ class DeepSpeed:
         partitioned_tensors: what tensor ranks pass on in shares is DeepSpeed's PartitionedTensor: gathered and copied.
         engine_buffers: a stage's engine holds what it received and sent beside what its layers count (see
             `sim.parallel.pipeline.engine_buffers`), and the last one the logits of two micro-batches.
+        stages_open_buckets: gradients' hooks make ZeRO-1's bucket in the backwards of every stage; else the last one
+            alone has it before the reduction.
         masters_visit: updated master parameters come from the host to the device whole, where they become narrow.
     """
 
@@ -44,4 +46,5 @@ class DeepSpeed:
     checks_in_double: bool
     partitioned_tensors: bool
     engine_buffers: bool
+    stages_open_buckets: bool
     masters_visit: bool

@@ -78,8 +78,9 @@ class WholeStage(Stage):
         if self._reduces_early(micro) and not self.data.reduction.chunkwise:
             return self._backward_reduced(section, action, micro, waiting)
         layers = self._layers(action.chunk)
-        if micro.first and self.data.reduction.contiguous and layers[-1].kind == "head":
-            # the last stage alone calls the optimizer's own backward (deepspeed 0.14.4 runtime/pipe/engine.py)
+        early = self.plan.stack.stages_open_buckets or layers[-1].kind == "head"
+        if micro.first and self.data.reduction.contiguous and early and not self._open:
+            # the last stage calls the optimizer's own backward (deepspeed 0.14.4 runtime/pipe/engine.py)
             self.data.open_buckets(section)
             self._open = True
         self._backward_memory(section, action, micro, held)
