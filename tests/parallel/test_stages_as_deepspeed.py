@@ -1,7 +1,7 @@
 """Pipeline stages against DeepSpeed's own engine on a driver that does nothing: memory, transfers and reductions.
 
-`data/real_deepspeed_pipe.yaml` is what `tests/driver/deepspeed_pipe.py` printed (torch 2.3.1, DRIVER_LATE=1; where there
-are tensor ranks, megatron-core 0.8.0's layers), calls counted as (kind, bytes, dtype, how often).
+`data/real_deepspeed_pipe.yaml` is what `tests/driver/deepspeed_pipe.py` printed (torch 2.3.1, DRIVER_LATE=1; where
+there are tensor ranks, megatron-core 0.8.0's layers), calls counted as (kind, bytes, dtype, how often).
 """
 
 from __future__ import annotations
