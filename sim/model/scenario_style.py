@@ -30,8 +30,9 @@ _CUDNN = 9
 def style_of(scenario: Any, stack: Stack, batch: int) -> Style:
     """The style of a scenario's model (the encoder's, of an encoder-decoder; a table of layers has sizes of 0)."""
     model, training, precision = scenario.model, scenario.training, scenario.training.precision
-    if stack.reentrant and scenario.parallel.strategy != "fsdp":
-        stack = replace(stack, early_stop=False)
+    if stack.reentrant:
+        whole = scenario.parallel.strategy != "fsdp"
+        stack = replace(stack, reentrant=whole, early_stop=stack.early_stop and not whole)
     stack = fitting(stack, model)
     fused, widest = _sdpa(scenario, stack)
     if fused:

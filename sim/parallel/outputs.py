@@ -13,6 +13,8 @@ from sim.program import SectionBuilder
 from sim.work import DTYPE_BYTES
 
 _NAME, _CATEGORY = "model outputs", "logits"
+#: Of DeepSpeed's pipeline engine (runtime/pipe/schedule.py, TrainSchedule.num_pipe_buffers: two at the last stage).
+_ENGINE_OUTPUTS = 2
 
 
 class Outputs:
@@ -72,4 +74,7 @@ def stage_outputs(plan: Plan) -> list[float]:
     if plan.architecture.stack[-1].kind != "head" or scenario.parallel.strategy in ("zero2", "zero3"):
         return []
     logits = plan.architecture.batch * plan.architecture.sequence * scenario.model.vocab / scenario.parallel.tensor
-    return [logits * DTYPE_BYTES["fp32"]] * min(plan.stack.stage_outputs, scenario.micro_steps)
+    count, width = plan.stack.stage_outputs, DTYPE_BYTES["fp32"]
+    if not count and plan.stack.engine_buffers and scenario.parallel.pipeline > 1:  # a model of one's own ends narrow
+        count, width = _ENGINE_OUTPUTS, DTYPE_BYTES[scenario.training.precision.compute]
+    return [logits * width] * min(count, scenario.micro_steps)

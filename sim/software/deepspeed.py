@@ -25,6 +25,10 @@ class DeepSpeed:
         listed_gathers: DeepSpeed's ZeRO-1 and 2 gather updated parameters into lists of tensors.
         checks_in_double: the optimizer looks its part's gradients through tensor by tensor, in copies in fp32 and fp64.
         partitioned_tensors: what tensor ranks pass on in shares is DeepSpeed's PartitionedTensor: gathered and copied.
+        engine_buffers: a stage's engine holds what it received and sent beside what its layers count (see
+            `sim.parallel.pipeline.engine_buffers`), and the last one the logits of two micro-batches.
+        stages_open_buckets: gradients' hooks make ZeRO-1's bucket in the backwards of every stage; else the last one
+            alone has it before the reduction.
         masters_visit: updated master parameters come from the host to the device whole, where they become narrow.
     """
 
@@ -41,4 +45,6 @@ class DeepSpeed:
     listed_gathers: bool
     checks_in_double: bool
     partitioned_tensors: bool
+    engine_buffers: bool
+    stages_open_buckets: bool
     masters_visit: bool

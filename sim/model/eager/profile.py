@@ -76,7 +76,7 @@ def profile(program: Program, policy: str, keep_gradients: bool, caches_casts: b
     """
     style = program.style
     run = Run(style.act if style.autocast else "", keep_gradients, style.stack.early_stop, caches_casts,
-              style.stack.compile, style.widened)
+              style.stack.compile, style.widened, style.stack.reentrant)
     if style.tuned is not None and style.tuned.behind("mlp"):
         run.last = "mlp_adapter"
     inputs, boundary = [], Boundary()  # which holds the input's gradient until all is measured
@@ -95,12 +95,15 @@ def profile(program: Program, policy: str, keep_gradients: bool, caches_casts: b
         names[gradients[0][1].number] = OUTPUT_GRADIENT
     names |= {storage.number: TIED for storage in run.pending}
     cuts.append((ends[2] if program.layer == "head" else len(log), 0))
+    if run.reentrant and policy == "full" and program.layer not in ("embedding", "head"):
+        run.given = gradients[0][1]
     while gradients:
         sink, gradient = gradients.pop()
         sink.receive(run, gradient)
     del sink, gradient, out
     run.retained.clear()
     run.backward()
+    run.given = None
     if boundary.gradient is None and program.layer != "embedding":
         boundary.gradient = run.new(style.stream.tokens * style.hidden, style.residual)  # what layers hand each other
         boundary.gradient.become(WORKSPACE)

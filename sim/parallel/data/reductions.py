@@ -159,7 +159,7 @@ def deepspeed(plan: Plan, stage: int) -> Reduction:
         buffer_bytes=buffers * full * width, transient=True, gather_elements=DEEPSPEED_BUCKET,
         resident_gradients=False, views=stage == 1 and overlap and alone, behind=stage == 1 and not overlap,
         flattened=stage == 1, listed=plan.stack.listed_gathers, prepared=divided + flattened,
-        contiguous=alone, copied=kind == "all_reduce" and not wide)
+        contiguous=True, copied=kind == "all_reduce" and not wide)
 
 
 def deepspeed_stage(plan: Plan) -> Reduction:

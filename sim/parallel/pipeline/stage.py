@@ -16,6 +16,7 @@ from sim.model.architecture import Layer
 from sim.parallel.activations import FLOWING_POOL, OUTPUT_POOL, Activations
 from sim.parallel.compute import traffic_kernel
 from sim.parallel.model.calls import Items
+from sim.parallel.pipeline.engine_buffers import STANDING, EngineBuffers
 from sim.parallel.pipeline.orders import Action
 from sim.parallel.pipeline.patterns import Batch, Habits, Pattern, Schedule, rows
 from sim.parallel.pipeline.standing import standing
@@ -87,6 +88,13 @@ class Stage:
     _calls: dict[Edge, int] = field(default_factory=dict)
     _exchanged: list[tuple[int, Edge]] = field(default_factory=list)
     _left: list[tuple[int, int]] = field(default_factory=list)
+    _buffers: EngineBuffers | None = None
+
+    def __post_init__(self) -> None:
+        passing = self.passing
+        if self.plan.stack.engine_buffers and passing.waits == "in turn":
+            width = DTYPE_BYTES[passing.dtype]
+            self._buffers = EngineBuffers(passing.whole * width, passing.elements * width)
 
     def write(self, schedule: Schedule) -> None:
         """All sections of a step, in order; what recurs is written once and repeated."""
@@ -100,6 +108,10 @@ class Stage:
         row = rows(schedule, habits)[self.rank]
         if plan.stack.stage_tensors_kept:
             self._stand(row.patterns, schedule.micro_batches)
+        if self._buffers is not None:
+            plan.builder.resident = [one for one in plan.builder.resident if one[0] not in STANDING]
+            self._buffers.stand(plan, receives=any(edge.forward and edge.target == self.rank for edge in self.edges),
+                                sends=any(edge.forward and edge.source == self.rank for edge in self.edges))
         self._begin()
         self._first_receive(row.first)
         own, slots = self._likeness(), {edge: slot for slot, edge in enumerate(self.edges)}
@@ -112,12 +124,23 @@ class Stage:
                 for batch in batches:
                     self._again_or_anew(section, batch, own, slots, calls)
             plan.builder.run(section, repeats)
-        end = self._end()
-        section = self.written.ends.get((own, end)) if end is not None else None
-        if section is None:
-            section = self.written.ends[own, end] = plan.builder.section("optimizer step")
-            self._finish(section)
-        plan.builder.run(section)
+        self._write_end(own)
+
+    def _write_end(self, own: int) -> None:
+        """What stands behind the last batch, two sections: the optimizer's states come between them in the first step.
+        It is written once for all stages whose batches left the same behind."""
+        end, builder = self._end(), self.plan.builder
+        sections = self.written.ends.get((own, end)) if end is not None else None
+        if sections is None:
+            sections = builder.section("gradients of all micro-batches"), builder.section("optimizer step")
+            self.written.ends[own, end] = sections
+            self._earlier(sections[0], True)
+            self._reduce_late(sections[0])
+            self._finish(sections[1])
+            self._earlier(sections[1], False)
+        for section in sections:
+            if len(section.section) or section.section.memory:
+                builder.run(section)
 
     def _stand(self, patterns: Sequence[Pattern], micro_batches: int) -> None:
         """Declare what the runtime keeps of this rank's micro-batches, which differs among stages of equal layers."""
@@ -206,16 +229,21 @@ class Stage:
         for kind, chunk, first, final, gathers in batch.actions:
             arrived = self.transfers.needed(self.rank, Action(kind, chunk, 0))
             if arrived is not None:
-                self._passed(section, arrived, 1)
+                self._arrives(section, arrived)
             action, micro = Action(kind, chunk, 0), MicroStep(self.plan.architecture.batch, first, final)
             if not one:
                 if kind == "F":
                     fetch_batch(self.plan.stack, section)
+                    self._earlier(section, True)
                 task = verbs[kind](section, action, micro, self._waited(action), gathers)
+                if kind == "F":
+                    self._earlier(section, False)
             else:  # written with the backward; what the forward sends waits for all compute in front of it
                 if kind == "F":
                     self._arrive(section, action, micro, gathers)
                 task = self._pair(section, Action("F", ahead, 0), action, micro) if kind == "B" else -1
+            if kind == "B" and arrived is not None and self._buffers is not None:
+                self._buffers.backward(section, False)
             edge = self.transfers.sent(self.rank, action)
             if edge is not None:
                 moved.append(edge)
@@ -238,7 +266,7 @@ class Stage:
             task = self._transfer(section, edge, (*waits, *before))
             before = (task,) if in_turn else ()
             if edge.source == self.rank:
-                self._passed(section, edge, -1)
+                self._leaves(section, edge)
         if self.passing.blocks and (sends or needs):
             label = Label("pipeline", _PHASES[batch.actions[-1][0]], "synchronise")
             streams = tuple(self.streams[edge] for edge, _ in (*sends, *needs))
@@ -283,6 +311,37 @@ class Stage:
         memory.append(MemoryOp(len(section.section), pool.name, size, pool.category))
         section.section.layers.append(LayerMemory(len(memory) - 1, len(memory), "passed", -1, None))
 
+    def _earlier(self, section: SectionBuilder, begins: bool) -> None:
+        """What the last stage's engine has of an earlier micro-batch comes to count, or goes."""
+        last = self.plan.architecture.stack[-1].kind == "head"
+        if self._buffers is not None and last and any(edge.target == self.rank for edge in self.edges if edge.forward):
+            self._buffers.earlier(section, begins)
+
+    def _arrives(self, section: SectionBuilder, edge: Edge) -> None:
+        """A tensor of another stage is there, as the stage's engine comes by it."""
+        own = self._buffers
+        if own is None:
+            self._passed(section, edge, 1)
+            return
+        if edge.forward:
+            own.received(section, True)
+        else:
+            own.backward(section, True)
+        own.gather(section, True)
+        self._passed(section, edge, 1)
+        own.gather(section, False)
+
+    def _leaves(self, section: SectionBuilder, edge: Edge) -> None:
+        """A tensor is on its way to another stage."""
+        own = self._buffers
+        if own is not None and edge.forward and own.partitioned:
+            own.sent(section)
+        self._passed(section, edge, -1)
+        if own is not None and not edge.forward:
+            own.received(section, False)
+        elif own is not None and not own.partitioned:
+            own.sent(section)
+
     def _first_receive(self, needs: Sequence[Edge]) -> None:
         if needs:
             section = self.plan.builder.section("first receive")
@@ -318,8 +377,11 @@ class Stage:
         """Traffic behind the fresh gradients of layers."""
         raise NotImplementedError
 
+    def _reduce_late(self, section: SectionBuilder) -> None:
+        """Gradients that have not been reduced beside backward are."""
+
     def _finish(self, section: SectionBuilder) -> None:
-        """Gradients of all stages complete, then the optimizer."""
+        """The optimizer, once gradients of all stages are complete."""
         raise NotImplementedError
 
     def _weights(self, section: SectionBuilder, action: Action, micro: MicroStep, waiting: tuple[int, ...],

@@ -78,6 +78,11 @@ class WholeStage(Stage):
         if self._reduces_early(micro) and not self.data.reduction.chunkwise:
             return self._backward_reduced(section, action, micro, waiting)
         layers = self._layers(action.chunk)
+        early = self.plan.stack.stages_open_buckets or layers[-1].kind == "head"
+        if micro.first and self.data.reduction.contiguous and early and not self._open:
+            # the last stage calls the optimizer's own backward (deepspeed 0.14.4 runtime/pipe/engine.py)
+            self.data.open_buckets(section)
+            self._open = True
         self._backward_memory(section, action, micro, held)
         policies = [self.plan.policy(position) for position in self.chunks[action.chunk]]
         gathered = self._gathered(action)
@@ -174,18 +179,24 @@ class WholeStage(Stage):
         kinds = section.section.kind
         return max((task for task, kind in enumerate(kinds) if kind == Kind.KERNELS), default=-1)
 
-    def _finish(self, section: SectionBuilder) -> None:
-        """Gradients of all stages complete, then the optimizer."""
+    def _reduce_late(self, section: SectionBuilder) -> None:
         if self._reduces_early(MicroStep(0, False, True)):
             remaining = self._late
         else:
             remaining = self.data.reduction.buckets if self.data.completes else []
-            self.data.open_buckets(section)
+            if not self._open:
+                self.data.open_buckets(section)
+        done = 0
         for bucket in remaining:
+            done += bucket.numel
+            if self.data.reduction.contiguous:
+                self.data.drop_until(section, done)
             self.data.reduce(section, bucket, (), MicroStep(0, True, True))
         self.data.finish(section)
         if self.tied:
             self._tie(section)
+
+    def _finish(self, section: SectionBuilder) -> None:
         self.data.optimizer_step(section)
         end_of_step(self.plan, section)
 

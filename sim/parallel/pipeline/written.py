@@ -91,7 +91,7 @@ class Written:
 
     def __init__(self) -> None:
         self.pieces: dict[Hashable, Piece] = {}
-        self.ends: dict[Hashable, SectionBuilder] = {}
+        self.ends: dict[Hashable, tuple[SectionBuilder, SectionBuilder]] = {}
         self._held: dict[Hashable, ProgramBuilder] = {}
         self._kinds: dict[Hashable, int] = {}
 

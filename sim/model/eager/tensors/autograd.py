@@ -68,9 +68,12 @@ class Output:
         self.node, self.index = node, index
 
     def receive(self, run: Run, gradient: Storage) -> None:
-        """Take a gradient; one that is there already is added to in place."""
-        if self.node.gradients[self.index] is None:
+        """Take a gradient; one that is there already is added to in place, if nobody else has it."""
+        there = self.node.gradients[self.index]
+        if there is None:
             self.node.gradients[self.index] = gradient
+        elif there is run.given:
+            self.node.gradients[self.index] = run.sum_of(there)
 
 
 class Dropped:
@@ -87,10 +90,12 @@ class Boundary:
         self.gradient: Storage | None = None
 
     def receive(self, run: Run, gradient: Storage) -> None:
-        """Take a gradient; one that is there already is added to in place."""
+        """Take a gradient; one that is there already is added to in place, if nobody else has it."""
         if self.gradient is None:
             gradient.become(WORKSPACE)
             self.gradient = gradient
+        elif self.gradient is run.given:
+            self.gradient = run.sum_of(self.gradient)
 
 
 class Weight:
@@ -144,6 +149,7 @@ class Frame:
         kept: those outputs, in order; products: how many products have run.
         parts: ranks that share the inputs; gathered: the whole ones, until the frame has run backward.
         outputs: storages of its outputs, where those are given up; last: its node that runs last in backward.
+        returned: what a reentrant checkpoint's function returned again, until the frame has run backward.
     """
 
     def __init__(self, function: Callable[..., object], inputs: Sequence[Tensor], selective: bool = False,
@@ -158,6 +164,7 @@ class Frame:
         self.restored: list[Storage | None] = []
         self.outputs: list[Storage] = []
         self.last: Node | None = None
+        self.returned: list[Tensor] = []
         self.done = False
 
 
@@ -176,11 +183,16 @@ class Run:
         caches_casts: autocast keeps weight copies to the end of forward; it does so for leaves only, which FSDP 1's
             views of a flat parameter are not (ATen autocast_mode.cpp, cached_cast).
         widened: dtype a kept gradient is copied to when it is complete, "" = it stays as it came.
+        reentrant: a checkpoint's backward is a function of its own, which runs backward inside (torch 2.3.1
+            utils/checkpoint.py and megatron-core 0.8.0 tensor_parallel/random.py, CheckpointFunction.backward:
+            `outputs`, `args`).
+        given: the gradient that such a function holds while it runs, so that nothing can be added to it in place.
     """
 
     def __init__(self, autocast: str, keep_gradients: bool, early_stop: bool, caches_casts: bool = True,
-                 compiled: bool = False, widened: str = "") -> None:
-        self.memory, self.widened = Memory(), widened
+                 compiled: bool = False, widened: str = "", reentrant: bool = False) -> None:
+        self.memory, self.widened, self.reentrant = Memory(), widened, reentrant
+        self.given: Storage | None = None
         self.last = "down"  # the operator with a block's last product
         self.autocast, self.keep_gradients, self.early_stop = autocast, keep_gradients, early_stop
         self.caches_casts, self.compiled = caches_casts, compiled
@@ -223,6 +235,10 @@ class Run:
     def tensor(self, elements: int, dtype: str, sink: Sink | None = None) -> Tensor:
         """A tensor with a new storage."""
         return Tensor(self.new(elements, dtype), elements, dtype, sink)
+
+    def sum_of(self, storage: Storage) -> Storage:
+        """A gradient that somebody else has and another one, in a tensor of their own."""
+        return Storage(self.memory, storage.size, WORKSPACE)
 
     def hold(self, storage: Storage, until_backward: bool) -> None:
         """Keep a storage that module code outside the layer holds. Recomputation does not hold it twice."""
@@ -327,7 +343,10 @@ class Run:
         frame.gathered = [self.tensor(x.elements * frame.parts, x.dtype, x.sink) for x in frame.inputs
                           ] if frame.parts > 1 else frame.inputs
         with suppress(_StopError):
-            self._woken(frame, frame.function(self, *frame.gathered))
+            outputs = frame.function(self, *frame.gathered)
+            if self.reentrant and isinstance(outputs, Tensor) and not frame.outputs:
+                frame.returned.append(outputs)
+            self._woken(frame, outputs)
         self._restoring, self.kind, self.memory.operator, self.cache = None, kind, operator, cache
 
     def _woken(self, frame: Frame, outputs: Any) -> None:
