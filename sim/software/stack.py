@@ -137,6 +137,8 @@ class Stack(HuggingFace, DeepSpeed, Megatron):
         adapter_dropout: adapters of fine-tuning drop out their input.
         quantised_keeps_input: a 4-bit linear layer keeps its input for backward, which it does not need.
         quantised_through_half: a 4-bit weight is read as fp16 and then cast to the activations' dtype.
+        constants_apart: constants of a quantised weight are no part of the parameter: what splits parameters or moves
+            them off the GPU leaves every rank all of them.
         logits_held: the training loop holds a micro-batch's logits until the next one's are there.
         graph_kept: the training loop still holds the last micro-batch's logits, and with them the graph, until the next
             forward returns; what nodes hold that is no saved tensor (the inputs of 4-bit layers) lives as long.
@@ -309,6 +311,7 @@ class Stack(HuggingFace, DeepSpeed, Megatron):
     adapter_dropout: bool
     quantised_keeps_input: bool
     quantised_through_half: bool
+    constants_apart: bool
     logits_held: bool
     graph_kept: bool
     frozen_apart: bool
