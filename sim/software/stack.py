@@ -93,6 +93,7 @@ class Stack(HuggingFace, DeepSpeed, Megatron):
             kernel each.
         fused_models: whose modules have those kernels of norms, rotary positions and MLPs: every model's, or rmsnorm
             (decoders with RMSNorm alone).
+        composed_silu: SiLU's backward is composed of operators, five tensors beside the gradient; else one kernel.
         fused_in_place: they write over what they read: rotary positions over queries and keys, gradients of gate and up
             over what was kept of these, a norm's gradient over its output's.
         norm_kernel: two_pass (backward reads its inputs again for the weight gradients), persistent (a row is read once
@@ -278,6 +279,7 @@ class Stack(HuggingFace, DeepSpeed, Megatron):
     fused_latent_rope: bool
     fused_rmsnorm: bool
     fused_models: str
+    composed_silu: bool
     fused_in_place: bool
     norm_kernel: str
     norm_quantises: str
