@@ -51,6 +51,18 @@ class Frozen:
         """Bytes, without allocator rounding."""
         return sum(self.pieces)
 
+    def parameter(self, constants_apart: bool) -> tuple[int, ...]:
+        """Bytes of each tensor of it that is a parameter, or part of one.
+
+        Args:
+            constants_apart: a quantised weight's constants are none (`Stack.constants_apart`).
+        """
+        return self.pieces[:1] if constants_apart else self.pieces
+
+    def beside(self, constants_apart: bool) -> tuple[int, ...]:
+        """Bytes of each tensor of it that is none."""
+        return self.pieces[1:] if constants_apart else ()
+
 
 @dataclass(frozen=True, slots=True)
 class Tuned:

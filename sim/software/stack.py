@@ -93,6 +93,7 @@ class Stack(HuggingFace, DeepSpeed, Megatron):
             kernel each.
         fused_models: whose modules have those kernels of norms, rotary positions and MLPs: every model's, or rmsnorm
             (decoders with RMSNorm alone).
+        composed_silu: SiLU's backward is composed of operators, five tensors beside the gradient; else one kernel.
         fused_in_place: they write over what they read: rotary positions over queries and keys, gradients of gate and up
             over what was kept of these, a norm's gradient over its output's.
         norm_kernel: two_pass (backward reads its inputs again for the weight gradients), persistent (a row is read once
@@ -137,6 +138,8 @@ class Stack(HuggingFace, DeepSpeed, Megatron):
         adapter_dropout: adapters of fine-tuning drop out their input.
         quantised_keeps_input: a 4-bit linear layer keeps its input for backward, which it does not need.
         quantised_through_half: a 4-bit weight is read as fp16 and then cast to the activations' dtype.
+        constants_apart: constants of a quantised weight are no part of the parameter: what splits parameters or moves
+            them off the GPU leaves every rank all of them.
         logits_held: the training loop holds a micro-batch's logits until the next one's are there.
         graph_kept: the training loop still holds the last micro-batch's logits, and with them the graph, until the next
             forward returns; what nodes hold that is no saved tensor (the inputs of 4-bit layers) lives as long.
@@ -276,6 +279,7 @@ class Stack(HuggingFace, DeepSpeed, Megatron):
     fused_latent_rope: bool
     fused_rmsnorm: bool
     fused_models: str
+    composed_silu: bool
     fused_in_place: bool
     norm_kernel: str
     norm_quantises: str
@@ -309,6 +313,7 @@ class Stack(HuggingFace, DeepSpeed, Megatron):
     adapter_dropout: bool
     quantised_keeps_input: bool
     quantised_through_half: bool
+    constants_apart: bool
     logits_held: bool
     graph_kept: bool
     frozen_apart: bool

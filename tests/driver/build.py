@@ -1,7 +1,8 @@
 """Stubs of every CUDA library that a PyTorch wheel asks for, out of the symbols its libraries leave open.
 
-    python tests/driver/build.py VENV    # with torch and nvidia-cuda-runtime-cu12, for its headers
+    python tests/driver/build.py VENV [LIBRARY...]    # with torch and nvidia-cuda-runtime-cu12, for its headers
 
+LIBRARY is another package's (libbitsandbytes_cuda121.so), whose kernels are launched through the same runtime.
 What needs an answer has one in `runtime.c`, `driver.c` or `ANSWERS`; everything else returns 0. The stubs come into
 VENV/driver, where `record.py` looks for them.
 """
@@ -29,6 +30,8 @@ ANSWERS = {
         int cublasLtMatmulPreferenceCreate(void **p) { *p = some; return 0; }
         int cublasLtMatmulAlgoGetHeuristic(void *a, void *b, void *c, void *d, void *e, void *f, void *g, int n,
                                            void *r, int *found) { memset(r, 0, 96); *found = 1; return 0; }""",
+    "libcusparse": """
+        int cusparseCreate(void **p) { *p = some; return 0; }""",
     "libcudnn": """
         int cudnnCreate(void **p) { *p = some; return 0; }
         unsigned long cudnnGetVersion(void) { return CUDNN; }
@@ -50,7 +53,7 @@ _DEFINES = "".join(f"#define {name}\n" for name in (
     f"#define {name}(n) __attribute__((aligned(n)))\n" for name in ("__align__", "__builtin_align__"))
 
 
-def main(venv: Path) -> None:
+def main(venv: Path, *others: Path) -> None:
     """Write VENV/driver/lib*.so."""
     (site,) = venv.glob("lib/python3*/site-packages")
     out = venv / "driver"
@@ -59,7 +62,7 @@ def main(venv: Path) -> None:
     for real in (site / "nvidia" / "cuda_runtime" / "lib").glob("libcudart*"):
         real.unlink()  # PyTorch would find it first
     include = [f"-I{out}", f"-I{site}/nvidia/cuda_runtime/include"]
-    for library, names in _wanted(site / "torch" / "lib").items():
+    for library, names in _wanted(site / "torch" / "lib", others).items():
         stem = library.partition(".")[0]
         own = {"libcudart": HERE / "runtime.c", "libcuda": HERE / "driver.c"}.get(stem)
         code = own.read_text() if own else _HEAD + ANSWERS.get(stem, "").replace(
@@ -78,8 +81,8 @@ def main(venv: Path) -> None:
                         f"-Wl,-soname,{library}", *versioned], check=True)
 
 
-def _wanted(libraries: Path) -> dict[str, set[str]]:
-    """Open symbols of PyTorch's libraries by the CUDA library that has them."""
+def _wanted(libraries: Path, further: tuple[Path, ...]) -> dict[str, set[str]]:
+    """Open symbols of PyTorch's and further libraries by the CUDA library that has them."""
     wanted: dict[str, set[str]] = defaultdict(set)
     for one in libraries.glob("*.so*"):
         needed = subprocess.run(["readelf", "-d", one], capture_output=True, text=True, check=True).stdout
@@ -88,7 +91,7 @@ def _wanted(libraries: Path) -> dict[str, set[str]]:
                 wanted[library] |= set()
     others = {"nccl": "libnccl", "cusparseLt": "libcusparseLt", "cu": "libcuda"}
     wanted.setdefault("libcuda.so.1", set())
-    for one in libraries.glob("*.so*"):
+    for one in (*libraries.glob("*.so*"), *further):
         table = subprocess.run(["nm", "-D", "--undefined-only", one], capture_output=True, text=True, check=True).stdout
         for name, _, version in (line.split()[-1].partition("@") for line in table.splitlines()):
             start = next((stem for stem in others if name.startswith(stem) and not name.startswith("cuda")), None)
@@ -106,4 +109,4 @@ def _wanted(libraries: Path) -> dict[str, set[str]]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

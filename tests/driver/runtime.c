@@ -80,6 +80,7 @@ err cudaMemGetInfo(size_t *left, size_t *all) {
   return 0;
 }
 err cudaHostAlloc(void **p, size_t n, unsigned f) { *p = malloc(n ? n : 1); return 0; }
+err cudaMallocManaged(void **p, size_t n, unsigned f) { *p = malloc(n ? n : 1); return 0; }
 err cudaFreeHost(void *p) { free(p); return 0; }
 err cudaHostGetDevicePointer(void **d, void *p, unsigned f) { *d = p; return 0; }
 err cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {

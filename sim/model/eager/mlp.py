@@ -14,10 +14,9 @@ from sim.model.eager.tensors.narrow import keeping
 from sim.model.eager.tensors.storage import Storage
 from sim.model.style import Style
 
-#: silu_backward as PyTorch composes it from sigmoid, ones, products and a sum: five tensors beside the gradient. That
-#: is what runs on fake tensors, so the oracle has them; a CUDA build has one kernel, and a peak inside this operator (a
-#: recomputed gated block that outweighs the logits) is lower there by these five.
-_SILU_TEMPORARIES = 5
+#: Tensors beside the gradient where silu_backward is composed: of sigmoid, ones, products and a sum
+#: (`Stack.composed_silu`).
+_COMPOSED = 5
 
 
 def mlp(run: Run, style: Style, x: Tensor, *, keeps: bool = False) -> Tensor:
@@ -58,7 +57,7 @@ def activation(run: Run, style: Style, made: Tensor) -> Tensor:
     if style.modules == "megatron" or style.stack.fused_swiglu or style.stack.compile:
         return _gated_kernel(run, made)
     gate, other = op.split(run, made, [made.elements // 2] * 2)
-    return op.mul(run, op.unary(run, gate, saves_input=True, temporaries=_SILU_TEMPORARIES), other)
+    return op.mul(run, op.unary(run, gate, saves_input=True, temporaries=_temporaries(style)), other)
 
 
 def activated(run: Run, style: Style, x: Tensor) -> Tensor:
@@ -66,7 +65,11 @@ def activated(run: Run, style: Style, x: Tensor) -> Tensor:
     if style.spells_gelu and not style.stack.compile:
         return _gelu_new(run, x, style.widens_powers)
     silu, relu = style.gated and style.activation == "silu", style.activation == "relu"
-    return op.unary(run, x, saves_input=not relu, saves_output=relu, temporaries=_SILU_TEMPORARIES if silu else 0)
+    return op.unary(run, x, saves_input=not relu, saves_output=relu, temporaries=_temporaries(style) if silu else 0)
+
+
+def _temporaries(style: Style) -> int:
+    return _COMPOSED if style.stack.composed_silu else 0
 
 
 def _gated(run: Run, style: Style, ffn: int, up: Callable[[int], Tensor]) -> Tensor:
@@ -90,7 +93,7 @@ def _gated(run: Run, style: Style, ffn: int, up: Callable[[int], Tensor]) -> Ten
         return Tensor(run.new(elements, dtype), elements, dtype, node.output())
     gate = up(ffn)
     run.at("activation")
-    gate = op.unary(run, gate, saves_input=True, temporaries=_SILU_TEMPORARIES)
+    gate = op.unary(run, gate, saves_input=True, temporaries=_temporaries(style))
     run.at("up")
     other = up(ffn)
     run.at("activation")

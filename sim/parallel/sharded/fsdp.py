@@ -57,6 +57,7 @@ class Fsdp:
         self.host_s = plan.stack.host_collective_s
         self.offload = plan.offload
         self.at_once = plan.scenario.training.optimizer_in_backward
+        self.constants_apart = plan.stack.constants_apart
         self.kernels: dict[tuple[str, int, float, int], Kernel] = {}
         self.segments: dict[tuple[str, int, float, int], int] = {}
         self.muon = DistMuon(plan, self.factor, self.routed_factor) if is_muon(plan) else None
@@ -72,11 +73,13 @@ class Fsdp:
     # ------------------------------------------------------------------------------------------- states
     def states(self) -> None:
         """Shards of parameters, master copy and optimizer states; gradients come and go in the micro-steps."""
+        constants = [size for u in self.distinct for f in u.frozen for size in f.beside(self.constants_apart)]
+        self.plan.resident("constants of frozen parameters", sum(map(blocks, constants)), "parameters", constants)
         if self.offload.moves_parameters:
             self.host_states()
             return
-        self.plan.resident("frozen parameters", sum(self.frozen_shard(u) for u in self.distinct), "parameters",
-                           [size / self.over(f) for u in self.distinct for f in u.frozen for size in f.pieces])
+        self.plan.resident("frozen parameters", sum(self.frozen_shard(u) for u in self.distinct), "parameters", [
+            size / self.over(f) for u in self.distinct for f in u.frozen for size in f.parameter(self.constants_apart)])
         shards = Counter(u.shards for u in self.distinct)
         for category, width in state_bytes(self.plan).items():
             if category != "gradients" and width:
@@ -205,12 +208,12 @@ class Fsdp:
         """What of a unit is not trained, as it is gathered; of routed experts only, if asked."""
         precision = self.plan.scenario.training.precision
         as_stored = precision.gather == precision.parameters  # no mixed precision policy casts anything
-        return sum(f.size_bytes if as_stored or f.dtype in QUANTISED else f.numel * self.gather_bytes
-                   for f in unit.frozen if f.routed or not routed)
+        return sum(sum(f.parameter(self.constants_apart)) if as_stored or f.dtype in QUANTISED else
+                   f.numel * self.gather_bytes for f in unit.frozen if f.routed or not routed)
 
     def frozen_shard(self, unit: Unit) -> int:
         """This rank's part of what is not trained, as it is stored."""
-        return sum(blocks(size / self.over(f)) for f in unit.frozen for size in f.pieces)
+        return sum(blocks(size / self.over(f)) for f in unit.frozen for size in f.parameter(self.constants_apart))
 
     def reduce(self, section: SectionBuilder, unit: Unit, waits: Sequence[int], first: bool) -> int | None:
         """Reduce-scatter inside the shard group, then all-reduce of the shard across replicas."""

@@ -58,7 +58,8 @@ class Uses:
                        for p in layer.weights}
         # what is frozen is gathered as it is stored: packed weights have the gathers' dtype (bnb_4bit_quant_storage)
         width = DTYPE_BYTES[arrives_as(plan.scenario.training.precision)]
-        self.stored = {f.name: round(f.size_bytes / width) for layer in stack for f in layer.frozen}
+        self.stored = {f.name: round(sum(f.parameter(plan.stack.constants_apart)) / width)
+                       for layer in stack for f in layer.frozen}
 
     def of(self, stack: Sequence[Layer]) -> Iterator[Use]:
         """Every use of a micro-step, in order."""

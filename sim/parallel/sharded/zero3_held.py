@@ -50,7 +50,11 @@ class Zero3Held:
         """
         plan, numel = self.plan, self.plan.architecture.parameters
         self.know()
-        frozen = frozen_bytes(plan.architecture.stack) / self.ranks
+        apart = [size for layer in plan.architecture.stack for tensor in layer.frozen
+                 for size in tensor.beside(plan.stack.constants_apart)]
+        constants = sum(map(blocks, apart))
+        frozen = (frozen_bytes(plan.architecture.stack) - constants) / self.ranks
+        plan.resident("constants of frozen parameters", constants, "parameters", apart)
         if self.outside("parameters"):
             self.offload.hold("frozen parameters", frozen, "parameters", pinned=True)
         else:

@@ -143,7 +143,7 @@ class Layers:
         wire = DTYPE_BYTES[scenario.training.precision.gather]
         tuned = any(layer.frozen for layer in row)  # an embedding without a backward goes with its last forward
         self.whole = before([layer.numel * wire + sum(
-            tensor.size_bytes if tensor.dtype in QUANTISED else tensor.numel * wire for tensor in layer.frozen)
+            tensor.pieces[0] if tensor.dtype in QUANTISED else tensor.numel * wire for tensor in layer.frozen)
             if layer.kind == "block" or not tuned else 0.0 for layer in row])
         self._scenario = scenario
         self.block = next((layer for layer in row if layer.kind == "block"), row[0])

@@ -33,7 +33,7 @@ LINEARS = ["query", "key", "value", "projection", "mlp"]
 def scenario(model: dict[str, Any], base: str = "bf16", targets: Any = ("query", "value"), *,
              precision: str = "pure-bf16", batch: int = 2, sequence: int = 512, recompute: str = "none",
              rank: int = 8, method: str = "", modules: str = "plain", framework: str = "pytorch",
-             rest: str | None = None, **parallel: Any) -> Any:
+             rest: str | None = None, versions: dict[str, str] | None = None, **parallel: Any) -> Any:
     return resolve({
         "name": "test", "cluster": {"topology": "dgx-a100-80g", "nodes": 1, "gpus_per_node": parallel.pop("gpus", 1)},
         "model": model,
@@ -42,7 +42,8 @@ def scenario(model: dict[str, Any], base: str = "bf16", targets: Any = ("query",
                      "finetune": {"method": method or ("qlora" if base[:3] in ("nf4", "int") else "lora"), "rank": rank,
                                   "targets": list(targets), "base": base, "unquantised": rest}},
         "parallel": {"strategy": "none", **parallel},
-        "software": {"framework": framework, "year": 2026, "modules": modules, "optimizer_kernel": "foreach"}})
+        "software": {"framework": framework, "year": 2026, "modules": modules, "optimizer_kernel": "foreach",
+                     "versions": versions or {}}})
 
 
 def architecture(model: dict[str, Any], *args: Any, modules: str = "plain", **options: Any) -> Architecture:
@@ -187,7 +188,7 @@ def test_fsdp_gathers_packed_weights_and_reduces_adapters() -> None:
     program = lower(asked).job.programs[0]
     block = architecture(LLAMA, "nf4", modules="transformers").stack[1]
     weights = 2048 * (2 * 2048 + 2 * 512 + 3 * 8192)
-    packed = weights * 9 // 16 + 2 * 2 * 2048 + 2 * block.numel
+    packed = weights // 2 + 2 * 2 * 2048 + 2 * block.numel
     gathers = {c.size_bytes for c in program.collectives if c.kind == "all_gather"}
     reductions = {c.size_bytes for c in program.collectives if c.kind == "reduce_scatter"}
     assert packed in gathers
@@ -206,10 +207,28 @@ def test_zero3_gathers_packed_weights_by_sub_module(recompute: str) -> None:
     assert len(matrices) == 7
     calls = traffic(asked)
     table = 2 * 2048 * 128256  # embedding; the head has a matrix of its own
-    whole = 4 * sum(f.size_bytes for f in matrices) + 2 * table
+    whole = 4 * sum(f.pieces[0] for f in matrices) + 2 * table
     assert whole <= calls["all_gather"] <= 2.01 * whole
     assert max(c.size_bytes for c in program.collectives if c.kind == "all_gather") < 2 * table
     assert calls["reduce_scatter"] == 2 * 4 * block.numel
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+def test_constants_of_quantised_weights_are_whole_on_every_gpu(strategy: str, offloaded: bool) -> None:
+    """bitsandbytes keeps them in an attribute of the weight: an fp32 number for every 64 of its elements, which
+    torchao's tensors, as torchtune has them, split with it."""
+    places = {"parameters": "cpu", "optimizer": "cpu", "activations": "none"} if offloaded else {}
+    held = {}
+    for name, said in (("bitsandbytes", {}), ("torchao", {"torchtune": "0.5"})):
+        if strategy == "zero3" and said:
+            continue
+        asked = scenario(LLAMA, "nf4", gpus=8, ranks=8, strategy=strategy, modules="plain" if said else "transformers",
+                         framework="deepspeed" if strategy == "zero3" else "pytorch", offload=places, versions=said)
+        resident = lower(asked).job.programs[0].resident
+        held[name] = sum(size for name, size, _ in resident if name == "constants of frozen parameters")
+    assert held["bitsandbytes"] == 4 * LLAMA["layers"] * 2048 * (2 * 2048 + 2 * 512 + 3 * 8192) // 64
+    assert not held.get("torchao")
 
 
 @given(st.sampled_from(["none", "ddp", "zero1", "zero2", "zero3", "fsdp"]),

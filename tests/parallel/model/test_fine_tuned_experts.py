@@ -198,15 +198,16 @@ def test_experts_matrices_are_spread_and_reduced_over_their_replicas(expert: int
 
 
 def test_frozen_experts_are_gathered_over_the_ranks_that_hold_them() -> None:
-    """FSDP over 8 ranks with experts over 4: packed experts come from 2 ranks, everything else from 8."""
+    """FSDP over 8 ranks with experts over 4: packed experts come from 2 ranks, everything else from 8; constants are on
+    every rank."""
     got = lowered(base="nf4", strategy="fsdp", expert=4, targets=["mlp"])
     program = got.job.programs[0]
     gathers = {(program.communicators[c.communicator], c.size_bytes) for c in program.collectives
                if c.kind == "all_gather"}
     held = EXPERTS // 4
-    packed = held * 3 * HIDDEN * FFN * 9 // 16
+    packed = held * 3 * HIDDEN * FFN // 2
     assert ("expert_shard", packed + 2 * held * EXPERT) in gathers
-    attention = 4 * HIDDEN**2 * 9 // 16 + HIDDEN * EXPERTS * 9 // 16 + 2 * 2 * HIDDEN
+    attention = 4 * HIDDEN**2 // 2 + HIDDEN * EXPERTS // 2 + 2 * 2 * HIDDEN
     assert ("shard", attention) in gathers
     assert sent(got)["reduce_scatter", "expert_shard"] == 2 * held * EXPERT
     assert not sent(got)["reduce_scatter", "shard"]
