@@ -103,7 +103,7 @@ def test_expandable_segments_end_the_retries_of_a_job_whose_cache_is_too_large()
     def waits_s(grows: bool) -> float:
         memory = sim.plan_memory(resolve({
             "name": "x", "cluster": {"topology": "dgx-a100-40g", "nodes": 4}, "model": {"preset": "llama-2-13b"},
-            "training": {"micro_batch": 2, "global_batch": 384, "sequence": 4096, "precision": "fsdp-bf16",
+            "training": {"micro_batch": 2, "global_batch": 384, "sequence": 4608, "precision": "fsdp-bf16",
                          "recompute": "full"},
             "parallel": {"strategy": "fsdp", "sharding_factor": 8},
             "software": {"allocator": {"expandable_segments": grows}}})).memory
