@@ -78,7 +78,7 @@ class WholeStage(Stage):
         if self._reduces_early(micro) and not self.data.reduction.chunkwise:
             return self._backward_reduced(section, action, micro, waiting)
         layers = self._layers(action.chunk)
-        early = self.plan.stack.stages_open_buckets or layers[-1].kind == "head"
+        early = self.plan.stack.stages_open_buckets or any(layer.kind == "head" for layer in layers[-1:])
         if micro.first and self.data.reduction.contiguous and early and not self._open:
             # the last stage calls the optimizer's own backward (deepspeed 0.14.4 runtime/pipe/engine.py)
             self.data.open_buckets(section)
