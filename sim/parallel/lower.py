@@ -66,20 +66,20 @@ class Lowered:
         return self.layers[self.job.classes[number].program] if self.layers else ()
 
 
-def lower(scenario: Scenario, *, fold: bool = True, kernel_buffers: bool = True) -> Lowered:
+def lower(scenario: Scenario, *, fold: bool = True, cuda_kernels: bool = True) -> Lowered:
     """Lower a resolved scenario to a Job.
 
     Args:
         scenario: resolved.
         fold: simulate one rank per class of identical ranks; False simulates every rank (for tests).
-        kernel_buffers: False leaves out what kernels allocate for themselves, as fake tensors do (for oracle files).
+        cuda_kernels: False counts tensors as fake ones have them (for oracle files; `Stack.cuda_kernels`).
 
     Raises:
         UserError: the scenario asks for something that is not simulated yet.
     """
     stack = stack_of(scenario.software)
-    if not kernel_buffers:
-        stack = replace(stack, kernel_buffers=False)
+    if not cuda_kernels:
+        stack = replace(stack, cuda_kernels=False)
     check(scenario, stack)
     if run_of(scenario) is not None:
         serving = lower_inference(scenario, stack)

@@ -40,7 +40,8 @@ class Stack(HuggingFace, DeepSpeed, Megatron):
         clip_gradients: whether the gradient norm is computed and applied every step.
         loss: "plain" (log-softmax and nll), "fused", "fused_in_place" (TransformerEngine: the gradient is written over
             the logits) or "vocab_parallel" (Megatron's own, a chain of kernels).
-        kernel_buffers: kernels ask the allocator for room of their own (they do on a GPU, not on fake tensors).
+        cuda_kernels: operators run as on a GPU: kernels ask the allocator for room of their own, and SiLU's backward is
+            one of them. On fake tensors none asks, and that one is composed of operators.
         blocks_in_one: forward of a plain GPT block is one function, attention included.
         compiled_end: of what stands behind the blocks, torch.compile covers: none, chunks (a loss's), loss, or all.
         pads_products: products whose sizes are no multiple of 16 bytes are padded (`sim.model.padded`).
@@ -93,7 +94,6 @@ class Stack(HuggingFace, DeepSpeed, Megatron):
             kernel each.
         fused_models: whose modules have those kernels of norms, rotary positions and MLPs: every model's, or rmsnorm
             (decoders with RMSNorm alone).
-        composed_silu: SiLU's backward is composed of operators, five tensors beside the gradient; else one kernel.
         fused_in_place: they write over what they read: rotary positions over queries and keys, gradients of gate and up
             over what was kept of these, a norm's gradient over its output's.
         norm_kernel: two_pass (backward reads its inputs again for the weight gradients), persistent (a row is read once
@@ -233,7 +233,7 @@ class Stack(HuggingFace, DeepSpeed, Megatron):
     half_policy: str
     clip_gradients: bool
     loss: str
-    kernel_buffers: bool
+    cuda_kernels: bool
     blocks_in_one: bool
     compiled_end: str
     pads_products: bool
@@ -279,7 +279,6 @@ class Stack(HuggingFace, DeepSpeed, Megatron):
     fused_latent_rope: bool
     fused_rmsnorm: bool
     fused_models: str
-    composed_silu: bool
     fused_in_place: bool
     norm_kernel: str
     norm_quantises: str

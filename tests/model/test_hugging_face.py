@@ -104,7 +104,7 @@ def test_logits_are_shifted_until_labels_are() -> None:
 @pytest.mark.parametrize("family", ["Llama", "GPT2", "Bert"])
 def test_softmax_holds_a_product_of_scores_in_backward(family: str) -> None:
     job = next(job for job in _jobs() if job["family"] == family and job["recompute"] == "full" and job["batch"] == 8)
-    with_it, without = (peak(lower(_scenario(job), kernel_buffers=given).job.programs[0]).peak_allocated_bytes
+    with_it, without = (peak(lower(_scenario(job), cuda_kernels=given).job.programs[0]).peak_allocated_bytes
                         for given in (True, False))
     scores = job["batch"] * 16 * job["sequence"] ** 2 * (4 if family == "Llama" else 2)
     assert with_it - without == scores

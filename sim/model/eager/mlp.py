@@ -14,8 +14,8 @@ from sim.model.eager.tensors.narrow import keeping
 from sim.model.eager.tensors.storage import Storage
 from sim.model.style import Style
 
-#: Tensors beside the gradient where silu_backward is composed: of sigmoid, ones, products and a sum
-#: (`Stack.composed_silu`).
+#: Tensors beside the gradient where silu_backward is composed of sigmoid, ones, products and a sum, as on fake tensors
+#: (torch 2.13 aten/src/ATen/native/Activation.cpp, math_silu_backward; `Stack.cuda_kernels`).
 _COMPOSED = 5
 
 
@@ -69,7 +69,7 @@ def activated(run: Run, style: Style, x: Tensor) -> Tensor:
 
 
 def _temporaries(style: Style) -> int:
-    return _COMPOSED if style.stack.composed_silu else 0
+    return 0 if style.stack.cuda_kernels else _COMPOSED
 
 
 def _gated(run: Run, style: Style, ffn: int, up: Callable[[int], Tensor]) -> Tensor:

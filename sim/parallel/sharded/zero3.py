@@ -33,6 +33,7 @@ from sim.parallel.data.buckets import bucket_elements
 from sim.parallel.sharded.arrivals import Arrivals, tensor_of
 from sim.parallel.sharded.coordinator import Kept, Limits, Wanted, blocking, met
 from sim.parallel.sharded.hierarchy import in_two_steps
+from sim.parallel.sharded.pieces import VIEWS_OF_A_PIECE, gather_views, reduction_views
 from sim.parallel.sharded.quantised import (
     ACROSS,
     WEIGHTS,
@@ -58,11 +59,6 @@ STREAMS = ("compute", "all_gather", "reduce_and_partition")
 #: Calls in flight before the host waits for the oldest: gathers (`max_ongoing_fetch_events`), reductions
 #: (`max_param_reduce_events`).
 FETCHES_IN_FLIGHT, REDUCTIONS_IN_FLIGHT = 2, 2
-#: Host time of a rank's piece of a parameter, in views. Of a small one under the blocking coordinator: two narrowed,
-#: one flattened. Of one of several that one call brings: one narrowed, then record_stream(current_stream()), as long as
-#: two (AllGatherCoalescedHandle.wait of 0.6.7 to 0.16.9; 2.3 and 4.1 us a piece in its loops, run on a driver that does
-#: nothing). The call itself narrows once a rank.
-VIEWS_OF_A_PIECE = 3
 
 
 def elements(bucket: Sequence[Parameter]) -> int:
@@ -223,7 +219,7 @@ class Zero3(Zero3Held):
         if self.plan.scenario.parallel.hierarchical_gather:
             return in_two_steps(self.plan, section, label, numels, self.wide, waits, joins)
         call = collective(self.plan, "all_gather", sum(numels) * DTYPE_BYTES[self.wide], self.wide, group)
-        views = 1 if self.blocking else 0 if self.across or len(numels) == 1 else 1 + VIEWS_OF_A_PIECE * len(numels)
+        views = gather_views(1 if self.across else len(numels), self.blocking)
         return section.collective(GATHER, call, self.call_s(views), label, waits, joins)
 
     def laid_out(self, numel: int, alone: bool) -> tuple[Kernel, ...]:
@@ -312,7 +308,7 @@ class Zero3(Zero3Held):
             task = computed = section.kernels(COMPUTE, self.plan.compute.segment((), prepared), label, before)
             for together in [] if self.ranks == 1 else [[p] for p in bucket] if self.blocking else [bucket]:
                 call = collective(self.plan, "reduce_scatter", elements(together) * width, self.wire, "shard")
-                views = 2 if self.blocking else 1 if len(together) == 1 else 1 + 2 * len(together)
+                views = reduction_views(len(together), self.blocking)
                 task = section.collective(REDUCE, call, self.call_s(views), label, (computed,))
         if by_rank:
             section.free("gradients by rank", by_rank, "buffers", REDUCE)

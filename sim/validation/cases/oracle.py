@@ -27,15 +27,13 @@ def compare_exact(case: Case) -> Record:
     from sim.scenario import resolve
 
     scenario = resolve(case.given, case.path, case.sets, Path(case.path).parent)
+    lowered = lower(scenario, cuda_kernels=False)
     if case.kind == "oracle-memory":
         from sim.validation.cases import oracle_memory
 
         policy = scenario.training.recompute
-        with oracle_memory.fake_tensors():
-            return oracle_memory.compare(case.measured, oracle_memory.predicted(
-                lower(scenario, kernel_buffers=False), policy if isinstance(policy, str) else "full",
-                scenario.parallel.strategy == "fsdp"))
-    lowered = lower(scenario, kernel_buffers=False)
+        return oracle_memory.compare(case.measured, oracle_memory.predicted(
+            lowered, policy if isinstance(policy, str) else "full", scenario.parallel.strategy == "fsdp"))
     predicted: dict[str, Any] = {"parameters": lowered.architecture.parameters}
     if case.kind == "oracle-flops":
         predicted.update(flops(lowered))

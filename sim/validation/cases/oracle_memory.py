@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sim.memory.ledger import allocated_bytes, peak
 from sim.model.eager import KINDS, layer_profile
 from sim.parallel.beside import WORKSPACES
-from sim.software.choice import trial
 
 if TYPE_CHECKING:
     from sim.parallel import Lowered
@@ -38,14 +36,6 @@ def oracle_categories() -> dict[str, str]:
 def grouped(levels: Mapping[str, int], ours: bool) -> dict[str, int]:
     """Bytes by group."""
     return {group: sum(levels.get(name, 0) for name in names[ours]) for group, names in GROUPS.items()}
-
-
-@contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Stacks as the oracle's tensors have them, which are nowhere: what a GPU has a kernel for and they have none is
-    composed (torch 2.13 aten/src/ATen/native/Activation.cpp, math_silu_backward)."""
-    with trial({("pytorch", "composed_silu"): True}):
-        yield
 
 
 def predicted(lowered: Lowered, recompute: str, sharded: bool) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def scenario(targets: list[str] = QV, precision: Any = "fp32", *, base: str = "b
 
 def measured(asked: Any, monkeypatch: pytest.MonkeyPatch, *, sharded: bool = False) -> dict[str, Any]:
     made = stacks._stack
-    monkeypatch.setattr(stacks, "_stack", lambda *key: replace(made(*key), tuning_upcast=False, composed_silu=True))
+    monkeypatch.setattr(stacks, "_stack", lambda *key: replace(made(*key), tuning_upcast=False, cuda_kernels=False))
     return predicted(lower(asked), str(asked.training.recompute), sharded)
 
 

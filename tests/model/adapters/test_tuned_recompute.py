@@ -70,7 +70,7 @@ def test_every_second_product_is_kept_as_pytorch_keeps_them(
     (Under autocast PyTorch's forward peaks 2 MiB higher; see `tests/model/adapters/test_fine_tuning.py`.)"""
     made = stacks._stack
     monkeypatch.setattr(stacks, "_stack", lambda *key: replace(
-        made(*key), tuning_upcast=False, early_stop=stops, composed_silu=True))
+        made(*key), tuning_upcast=False, early_stop=stops, cuda_kernels=False))
     got = predicted(lower(scenario("selective-op", targets, base=base, precision=precision)), "selective-op", False)
     assert (got["block_retained"], got["phase_peaks"]["forward"], got["phase_peaks"]["backward"]) == (
         retained, forward, backward)

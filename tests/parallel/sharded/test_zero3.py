@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import sim
 from sim.parallel import lower
 from sim.parallel.sharded.coordinator import Decision, Kept, Limits, Wanted, blocking, met, streamed
+from sim.parallel.sharded.pieces import reduction_views
 from sim.parallel.sharded.submodules import submodules
 from sim.program import Kind, Program
 from sim.scenario import resolve
@@ -208,6 +209,18 @@ def test_the_host_takes_a_rank_s_piece_of_every_parameter_of_a_call_by_itself() 
                 for kind, payload, host_s in zip(section.kind, section.payload, section.host_s, strict=True)
                 if kind == Kind.COLLECTIVE and program.collectives[payload].kind == "all_gather"}
     assert 0.0 in per_rank and all(found == 0 or ((found - 1) % 3 == 0 and found >= 7) for found in per_rank)
+
+
+def test_the_host_slices_gradients_by_rank_whatever_a_reduction_brings() -> None:
+    """reduce_scatter_coalesced: a view a rank of one gradient, two of each of several and one of the whole."""
+    assert [reduction_views(gradients, False) for gradients in (1, 2, 3)] == [1, 5, 7]
+    made = lower(job("none", nodes=2))
+    (program,), stack = made.job.programs, stack_for("deepspeed", 2023)
+    per_rank = {round((host_s - stack.host_collective_s) / (16 * stack.host_view_s), 6)
+                for section in program.sections[:-1]
+                for kind, payload, host_s in zip(section.kind, section.payload, section.host_s, strict=True)
+                if kind == Kind.COLLECTIVE and program.collectives[payload].kind == "reduce_scatter"}
+    assert per_rank and all(found == 1 or (found >= 5 and found % 2 == 1) for found in per_rank)
 
 
 def test_context_ranks_share_the_states_too() -> None:

@@ -39,7 +39,7 @@ def _in_math(run: Run, style: Style, query: Tensor, key: Tensor, value: Tensor, 
                         style.heads * style.batch * pairs)
     if bias is not None:
         weights = op.add(run, weights, bias)
-    weights = op.softmax_of_scores(run, weights, wide, style.stack.kernel_buffers)
+    weights = op.softmax_of_scores(run, weights, wide, style.stack.cuda_kernels)
     del mask
     if style.dropout:
         weights = op.dropout(run, weights)

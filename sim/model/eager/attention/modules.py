@@ -300,7 +300,7 @@ def _softmax(run: Run, style: Style, weights: Tensor, dtype: str, bias: Tensor |
         mask = run.new(style.sequence**2, "int8")  # tril
         weights = op.masked_fill(run, weights, run.new(style.sequence**2, "int8"))  # ~mask
         # one variable, which masked scores do not leave before what comes of them is there
-        out = op.softmax_of_scores(run, weights, soft, style.stack.kernel_buffers)
+        out = op.softmax_of_scores(run, weights, soft, style.stack.cuda_kernels)
         out = op.dropout(run, out) if style.dropout else out
         del mask, weights
         return out
@@ -310,7 +310,7 @@ def _softmax(run: Run, style: Style, weights: Tensor, dtype: str, bias: Tensor |
             weights = op.add(run, weights, bias)
         if style.causal and not style.memory:
             weights = op.add(run, weights, _mask(style, weights))
-        weights = op.softmax_of_scores(run, weights, soft, style.stack.kernel_buffers)
+        weights = op.softmax_of_scores(run, weights, soft, style.stack.cuda_kernels)
         if style.modules != "transformers" or style.kind == "decoder" or widens_biased(style):
             weights = op.to(run, weights, dtype)  # BERT's and today's T5's go through dropout as softmax left them
     return op.dropout(run, weights) if style.dropout else weights
