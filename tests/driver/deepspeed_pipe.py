@@ -18,7 +18,7 @@ import steps
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from deepspeed_steps import blind, stand_ins
+from deepspeed_steps import blind, size_of, stand_ins, watched
 from megatron_steps import Nobody
 from stand_ins import after, before
 
@@ -38,20 +38,8 @@ def begin(w: dict[str, Any]) -> list[Any]:
     dist.init_process_group("nccl", rank=w["rank"], world_size=w["world"], store=_STORE)
     calls: list[Any] = []
 
-    def noted(name: str, place: int, argument: str) -> Any:
-        real = getattr(dist, name)
-
-        def call(*given: Any, **named: Any) -> Any:
-            of = given[place] if len(given) > place else named[argument]
-            of = of if isinstance(of, list) else [of]
-            calls.append((name, sum(one.numel() * one.element_size() for one in of), str(of[0].dtype)[6:],
-                          dist.get_world_size(named.get("group"))))
-            return real(*given, **named)
-        return call
-    for name, (place, argument) in _CALLS.items():
-        call = noted(name, place, argument)
-        setattr(dist, name, call)
-        setattr(c10d, name, call)
+    watched(_CALLS, lambda name, of, group: calls.append(
+        (name, size_of(of), str(of[0].dtype)[6:], dist.get_world_size(group))))
 
     def passed(name: str) -> Any:
         def call(tensor: torch.Tensor, *peer: Any, **named: Any) -> None:

@@ -26,23 +26,31 @@ _CALLS = {"all_gather_into_tensor": (0, "output_tensor"), "all_gather": (0, "ten
 _KINDS = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
 
 
-def logged() -> list[tuple[str, int]]:
-    """The list into which kind and bytes of every collective go."""
-    found: list[tuple[str, int]] = []
-
+def watched(calls: dict[str, tuple[int, str]], note: Callable[[str, list[torch.Tensor], Any], None]) -> None:
+    """`note` hears of every call: its name, the whole buffer as a list and the group."""
     def wrapped(name: str, place: int, argument: str) -> Callable[..., Any]:
         real = getattr(dist, name)
 
         def call(*given: Any, **named: Any) -> Any:
             of = given[place] if len(given) > place else named[argument]
-            sizes = [one.numel() * one.element_size() for one in (of if isinstance(of, list) else [of])]
-            found.append((_KINDS.get(name, name), sum(sizes)))
+            note(name, of if isinstance(of, list) else [of], named.get("group"))
             return real(*given, **named)
         return call
-    for name, (place, argument) in _CALLS.items():
+    for name, (place, argument) in calls.items():
         call = wrapped(name, place, argument)
         setattr(dist, name, call)
         setattr(c10d, name, call)
+
+
+def size_of(tensors: list[torch.Tensor]) -> int:
+    """Bytes of all of them."""
+    return sum(one.numel() * one.element_size() for one in tensors)
+
+
+def logged() -> list[tuple[str, int]]:
+    """The list into which kind and bytes of every collective go."""
+    found: list[tuple[str, int]] = []
+    watched(_CALLS, lambda name, of, _: found.append((_KINDS.get(name, name), size_of(of))))
     return found
 
 

@@ -252,7 +252,8 @@ class Prefetch(Table):
     """FSDP's prefetch and rate limiter."""
 
     forward: bool = has(False, "gather the next unit before this one computes")
-    backward: Literal["pre", "post", "none"] = has("pre", "when the next unit of backward is gathered")
+    backward: Literal["pre", "post", "none"] = has(
+        "pre", "when the next unit of backward is gathered (PyTorch's default is none before 2.0)")
     limit: Annotated[int | None, word_or_number("none", "a whole number", 10_000, result=None), or_word("none")] = has(
         2, "gathers in flight"
     )
